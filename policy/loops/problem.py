@@ -21,10 +21,10 @@ from .times import (
     WIDTH_STEPS,
     Times,
     change_s,
+    decoding_s,
     forward_s,
     price_passes,
     verify_s,
-    verifying_s,
 )
 
 TIE = 1e-9
@@ -358,13 +358,14 @@ def _price_nodes(
     """
     t, b, everyone = times, batch, len(batch.rows)
     seconds = np.zeros(most + 1)
-    plain = b.prefill_tokens + everyone + control_nodes
+    decoding, padding = everyone + control_nodes, limits.padded_tokens * everyone
+    plain = b.prefill_tokens + decoding
     if plain:
-        decoding = everyone + control_nodes
         price_passes(t, plain, decoding, b.pass_tokens, b.change_tokens, seconds)
-    if limits.padded_tokens:
-        padded_s = verify_s(t, plain + limits.padded_tokens * everyone) - verify_s(t, plain)
-        seconds[1:] = seconds[0] + max(t.verifying * padded_s, 0.0)
+    if padding:
+        padded_s = verify_s(t, plain + padding) - verify_s(t, plain)
+        more_s = verify_s(t, decoding + padding) - verify_s(t, decoding)
+        seconds[1:] = seconds[0] + max(padded_s + (t.verifying - 1) * more_s, 0.0)
     return seconds
 
 
@@ -414,15 +415,16 @@ def build(
     every_row_s = _price_rows(t, b, nodes)
     occupied = np.zeros((drafts, k_max), np.int64)
     fixed_s = t.overhead_s + t.factor[VERIFY] * (everyone * t.row_s + context * t.context_s)
-    speculation_s = t.speculation_s + verifying_s(t, everyone, everyone, context)
-    control_nodes, value = 0, float(everyone)
+    control_nodes, value, drafting_s = 0, float(everyone), 0.0
     if n < everyone:
         rest = nodes, every_row_s, occupied
         control_nodes, more, drafting_s = _fix_control(t, b, hazard, *rest)
         value += more
-        if control_nodes:
-            fixed_s += drafting_s + speculation_s
-            speculation_s = 0.0
+    plain_s = decoding_s(t, everyone + control_nodes, everyone, context)
+    speculation_s = t.speculation_s + (t.verifying - 1) * plain_s
+    if control_nodes:
+        fixed_s += drafting_s + speculation_s
+        speculation_s = 0.0
     row_nodes, most = _take(nodes, k_max, members), n * k_max
     if not limits.whole_batch:
         most = max(most, _most_nodes(row_nodes))

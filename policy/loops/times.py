@@ -91,12 +91,12 @@ def change_s(times: Times, last_tokens: int, change_tokens: int) -> float:
 
 
 @helper
-def verifying_s(times: Times, decoding: int, rows: int, context: int) -> float:
-    """Return how much longer a pass of these decoding tokens, rows and cached tokens takes if it
-    verifies any.
+def decoding_s(times: Times, decoding: int, rows: int, context: int) -> float:
+    """Return the seconds of a pass's decoding tokens, rows and cached tokens, which take
+    ``verifying`` times as long if it verifies any.
     """
     other_s = times.factor[VERIFY] * (rows * times.row_s + context * times.context_s)
-    return (times.verifying - 1) * (verify_s(times, decoding) + other_s)
+    return verify_s(times, decoding) + other_s
 
 
 @helper
@@ -104,7 +104,7 @@ def price_passes(
     times: Times, first: int, decoding: int, last_tokens: int, change_tokens: int, seconds: Floats
 ) -> None:
     """Compute the seconds of passes of ``first`` tokens and up, into ``seconds[m]``, as plan and
-    trim charge them; rows and context apart, and ``verifying_s`` of the first. A pass of
+    trim charge them; rows and context apart, and what verifying adds to the first. A pass of
     ``first`` tokens has ``decoding`` ones that are no prompt's.
 
     On an engine that prefers to keep its width, a pass of another number of tokens than the
@@ -178,10 +178,10 @@ STEP = record(TimedStep, *[INTS[1]] * 5, INTS[2], *[INTS[0]] * 5)
 
 
 @entry(TIMES, STEP, FLOATS[1])
-def predict(times: Times, step: TimedStep, parts: Floats) -> tuple[int, float, int]:
+def predict(times: Times, step: TimedStep, parts: Floats) -> tuple[int, float, float]:
     """Compute what a step should have taken, ``parts[2 + D]``, without a change of width; return
-    the tokens of the target's pass, the seconds of its curve at them, and the decoding tokens of
-    one that verifies some.
+    the tokens of the target's pass, the seconds of its curve at them, and ``decoding_s``; 0: it
+    verifies none.
     """
     t, s = times, step
     drafts = len(t.draft_row_s)
@@ -215,11 +215,9 @@ def predict(times: Times, step: TimedStep, parts: Floats) -> tuple[int, float, i
     base_s = verify_s(t, tokens)
     other_s = rows * t.row_s + context * t.context_s + node_context * t.node_context_s
     parts[VERIFY] = base_s + t.factor[VERIFY] * other_s
-    if nodes == 0:
-        return tokens, base_s, 0
-    decoding = tokens - s.prefill_tokens
-    parts[VERIFY] += verifying_s(t, decoding, rows, context)
-    return tokens, base_s, decoding
+    verified_s = decoding_s(t, nodes + rows, rows, context) if nodes else 0.0
+    parts[VERIFY] += (t.verifying - 1) * verified_s
+    return tokens, base_s, verified_s
 
 
 @helper
@@ -426,13 +424,11 @@ def learn_step(
     of it.
     """
     predicted = np.empty(len(factor))
-    tokens, base_s, decoding = predict(times, step, predicted)
-    if decoding:
+    tokens, base_s, verified_s = predict(times, step, predicted)
+    if verified_s > 0:
         more = math.exp(verifying[0]) - 1
-        if step.prefill_tokens:
-            predicted[VERIFY] += more * verify_s(times, decoding)
-        else:
-            predicted[VERIFY] *= 1 + more
+        predicted[VERIFY] += more * verified_s
+        if step.prefill_tokens == 0:
             base_s *= 1 + more
     if step.change_tokens and tokens != step.last_tokens:
         whole_s = change[0]
@@ -446,7 +442,7 @@ def learn_step(
             measured[VERIFY] = 0.0
     if step.prefill_tokens == 0:  # taking requests in is no cost of a plan
         _learn_overhead(overhead_s, step.length.max() > 0, measured[OVERHEAD])
-        if decoding and measured[VERIFY] > 0:
+        if verified_s > 0 and measured[VERIFY] > 0:
             shaped_s = predicted[VERIFY] + base_s * (math.exp(_shape_at(shape, tokens)) - 1)
             _learn_verifying(verifying, math.log(measured[VERIFY] / (factor[VERIFY] * shaped_s)))
     return learn_times(factor, shape, steps, age, tokens, base_s, predicted, measured, step_s)

@@ -9,7 +9,7 @@ from .arrays import Bools, Floats, Ints
 from .compiling import BOOLS, FLOATS, INTS, entry, helper, record
 from .problem import TIE
 from .search import descending
-from .times import TIMES, VERIFY, Times, price_passes, verifying_s
+from .times import TIMES, VERIFY, Times, decoding_s, price_passes
 
 BOUNDS = np.array(
     [0.0, 0.01, 0.02, 0.04, 0.07, 0.12, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.98, 1.0]
@@ -145,7 +145,7 @@ def trim(times: Times, counts: Counts, step: Pass, proposed: Proposed, nodes: In
     pass_s = np.empty(max(count, s.longest_tokens) + 1)
     rows = len(s.context)
     price_passes(t, s.tokens, rows, s.last_tokens, s.change_tokens, pass_s)
-    pass_s[1:] += verifying_s(t, rows, rows, s.context.sum())
+    pass_s[1:] += (t.verifying - 1) * decoding_s(t, rows, rows, s.context.sum())
     last = count + 1
     if s.spare_s < np.inf:
         longest_s = (pass_s[s.longest_tokens] + s.spare_s) * (1 + TIE)
