@@ -4,6 +4,7 @@ learnt of acceptance and of times; after it, what the step taught.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -391,10 +392,12 @@ class AdaptivePlanner(Policy[PlannerState]):
         )
 
     def drift(self, state: PlannerState) -> dict[str, float]:
-        """Return measured over predicted time by part of the step; 1: the tables still hold."""
+        """Return measured over predicted time by part of the step; 1: the tables still hold.
+        ``verifying`` is that of the decoding tokens in passes that verify any, ``verify`` apart.
+        """
         factors = dict(zip(self._parts, state.correction.factor.tolist(), strict=True))
         del factors["overhead"]  # it is measured alone: no table has it
-        return factors
+        return factors | {"verifying": math.exp(state.correction.verifying[0])}
 
     def save(self, state: PlannerState, now: float) -> dict[str, Any]:
         """Return what was learnt, without the requests in flight (``policy.learned``)."""

@@ -275,7 +275,8 @@ SPINDLE_FAMILIES: tuple[Metric, ...] = (
     Metric(
         "spindle_latency_drift",
         _G,
-        "Measured time over predicted time, by part of the step",
+        "Measured time over predicted time, by part of the step; verifying: in addition to verify, "
+        "of the decoding tokens in passes that verify any",
         ("part",),
     ),
 )

@@ -28,9 +28,10 @@ def explain_last(cycle: Cycle) -> dict[str, Any]:
     runner = cycle.runner
     guard = _guard_words(plan, runner.verdicts())
     promise = _promise_words(plan, runner.metrics.promise(rows_of(bucket_of(len(plan.length)))))
+    words = [*promise, *_verifying_words(runner.drift()), *guard, *cycle.drafting.remarks()]
     reply: dict[str, Any] = {
         "age_s": round(monotonic() - now, 3),
-        "step": "; ".join([explain_batch(plan), *promise, *guard, *cycle.drafting.remarks()]),
+        "step": "; ".join([explain_batch(plan), *words]),
         "requests": [],
     }
     planner: AnyPolicy = runner.policy
@@ -66,6 +67,12 @@ def _promise_words(plan: Plan, ratios: tuple[float, float] | None) -> list[str]:
     return [
         f"with {rows} in flight {tokens:.2f}x the planned tokens come in {seconds:.2f}x the time"
     ]
+
+
+def _verifying_words(drift: dict[str, float]) -> list[str]:
+    """Return how much longer passes take than the tables say, if they verify any."""
+    factor = drift.get("verifying", 1.0)
+    return [f"in passes that verify, decoding takes {factor:.2f}x the time"] if factor > 1.01 else []
 
 
 def _guard_words(plan: Plan, verdicts: list[GuardVerdict]) -> list[str]:

@@ -1,5 +1,6 @@
 """Why the last plan is what it is, asked of the running loop."""
 
+import math
 import re
 from dataclasses import replace
 
@@ -45,6 +46,17 @@ def test_each_request_of_the_last_plan_has_a_line():
         "request 3",
     ]
     assert any("d x " in line for line in explained["requests"])
+
+
+def test_what_steps_showed_of_passes_that_verify_is_shown():
+    cycle, words = stepped(2), "in passes that verify, decoding takes"
+    planner_state = cycle.runner.state
+    while hasattr(planner_state, "inner"):
+        planner_state = planner_state.inner
+    planner_state.correction.verifying[:] = 0.0, 0.0
+    assert words not in explain_last(cycle)["step"]
+    planner_state.correction.verifying[:] = math.log(1.3), 20.0
+    assert f"{words} 1.30x the time" in explain_last(cycle)["step"]
 
 
 def test_a_traced_planner_is_explained_too(tmp_path):

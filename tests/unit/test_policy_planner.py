@@ -356,7 +356,8 @@ def test_measured_times_correct_the_tables_and_the_drift_is_exposed():
         done = outcome(seen, plan, plan.length, parts_s=parts)
         done.rows.scored = np.zeros(1, np.int64)
         state = p.observe(done, state, 0.0)
-    assert p.drift(state) == pytest.approx({"verify": 1.0, "draft:small": 4.0}, rel=0.02)
+    parts = {"verify": 1.0, "draft:small": 4.0, "verifying": 1.0}
+    assert p.drift(state) == pytest.approx(parts, rel=0.02)
     after, _ = p.plan(seen, state, 0.0, RNG)
     assert 0 < after.length[0] < before.length[0]
 
@@ -371,9 +372,21 @@ def test_a_step_timed_only_as_a_whole_corrects_all_its_parts():
             state,
             0.0,
         )
-    assert p.drift(state) == pytest.approx(
-        {"verify": 2.0, "draft:small": 2.0, "draft:large": 1.0}, rel=0.02
-    )
+    parts = {"verify": 2.0, "draft:small": 2.0, "draft:large": 1.0, "verifying": 1.0}
+    assert p.drift(state) == pytest.approx(parts, rel=0.02)
+
+
+def test_longer_passes_that_verify_are_exposed_by_themselves():
+    p = planner(latency((0.1,)), drafts=("small",), **certain(0.7))
+    state, seen, rng = p.start(), view(1, drafts=("small",)), np.random.default_rng(1)
+    for step in range(300):
+        plan, state = p.plan(seen, state, 0.0, RNG)
+        if step % 2:
+            plan = Plan.nothing(1)
+        verify_s = (1.5 if plan.length[0] else 1.0) * np.exp(0.02 * rng.standard_normal())
+        parts = {"verify": verify_s, "draft:small": 0.1 * int(plan.length[0])}
+        state = p.observe(outcome(seen, plan, plan.length, parts_s=parts), state, 0.0)
+    assert 1.2 < p.drift(state)["verifying"] < 1.5  # the rest is in the shape of passes of more tokens
 
 
 def test_counterfactual_scores_teach_a_draft_that_never_ran():
