@@ -57,9 +57,9 @@ class AcceptanceState:
 
     estimates: loops.Estimates
     request: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """The ids of the requests that have a slot, rising."""
+    """[s] the ids of the requests that have a slot, rising."""
     slot: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """Their slots."""
+    """[s] their slots."""
     now: float = -math.inf
     """The time in seconds up to which the levels have faded."""
 

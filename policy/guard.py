@@ -62,7 +62,7 @@ class PendingStep(NamedTuple):
     """A planned step from which nothing was learnt yet."""
 
     request: IntArray
-    """The column of the view, whose identity tells it from other steps'."""
+    """[n] the column of the view, whose identity tells it from other steps'."""
     rows: int
     level: int
     trial: bool

@@ -197,7 +197,7 @@ class LatencyCurve:
     goes on.
     """
 
-    base_s: FloatArray
+    base_s: FloatArray  # [t]
     slope_s: float
     row_s: float = 0.0
     context_s: float = 0.0
@@ -378,20 +378,20 @@ class Correction:
     octave_steps: FloatArray = field(default_factory=lambda: np.zeros(OCTAVES))
     """[OCTAVES] the fading number of steps that say so."""
     applied: FloatArray | None = None
-    """The shape that is planned with (None: the table's)."""
+    """[OCTAVES] the shape that is planned with (None: the table's)."""
     age: int = 0
     """Steps since it changed."""
     overhead_s: FloatArray = field(default_factory=lambda: np.zeros(2))
-    """Seconds of a step besides forwards, of plain steps and of those that speculate; 0: unknown,
-    and the model's are taken.
+    """[2] seconds of a step besides forwards, of plain steps and of those that speculate; 0:
+    unknown, and the model's are taken.
     """
     change: FloatArray = field(default_factory=lambda: np.zeros(2))
-    """Seconds of a change of width, and the steps that showed it; 0 steps: unknown, and what the
-    engine measured at its start is taken.
+    """[2] seconds of a change of width, and the steps that showed it; 0 steps: unknown, and what
+    the engine measured at its start is taken.
     """
     verifying: FloatArray = field(default_factory=lambda: np.zeros(2))
-    """Logarithm of how much longer the decoding tokens of a pass take that verifies some, and the
-    fading number of steps that say so.
+    """[2] logarithm of how much longer the decoding tokens of a pass take that verifies some, and
+    the fading number of steps that say so.
     """
 
     @classmethod

@@ -42,31 +42,32 @@ class View:
 
     drafts: tuple[str, ...]
     request: IntArray
-    """Ids."""
+    """[n] unique ids."""
     context: IntArray
-    """Committed tokens."""
+    """[n] committed tokens."""
     remaining: IntArray
-    """Tokens that the request may still emit, at least 1."""
+    """[n] tokens that the request may still emit, at least 1."""
     ceiling: IntArray
-    """By row and draft the most tokens that it may propose. 0: none, or it was not asked (see
+    """[n, d] the most tokens that a draft may propose for a row. 0: none, or it was not asked (see
     ``Policy.needs_ceilings``).
     """
     catchup: IntArray
-    """By row and draft the committed tokens that it has not seen."""
+    """[n, d] the committed tokens of a row that a draft has not seen."""
     prefill_tokens: int = 0
     """Prompt tokens that share the step."""
     prefilling: int = 0
     """Requests in prefill."""
     control: BoolArray | None = None
-    """Rows of a canary's other arm, which ``control_plan`` decides."""
+    """[n] rows of a canary's other arm, which ``control_plan`` decides."""
     control_plan: Plan | None = None
     cap_s: float = math.inf
     """The longest step to be planned, unless one without speculation takes longer."""
     tenant: IntArray | None = None
-    """Tenants: texts of one teach nothing about another's (``policy.tenants``); None: one for all.
+    """[n] tenants: texts of one teach nothing about another's (``policy.tenants``); None: one for
+    all.
     """
     sampled: BoolArray | None = None
-    """Rows whose tokens are sampled; None: none are."""
+    """[n] rows whose tokens are sampled; None: none are."""
     evidence: IntArray | None = None
     """[n, d] the bin of what each draft shows before it proposes (``policy.evidence``); None: no
     draft shows anything.
@@ -85,9 +86,9 @@ class Plan:
     """A choice for each row."""
 
     draft: IntArray
-    """A column of the view, or ``NO_DRAFT``."""
+    """[n] a column of the view, or ``NO_DRAFT``."""
     length: IntArray
-    """The tokens to be proposed by it."""
+    """[n] the tokens to be proposed by it."""
     predicted_s: float = 0.0
     """Seconds of the step."""
     predicted_tokens: float = 0.0
@@ -127,39 +128,41 @@ class Drafted:
     """The drafts' proposals for the rows of a plan: a tree of nodes for each row, best first."""
 
     row: IntArray
-    """The row of each node, rising."""
+    """[q] the row of each node, rising."""
     draft: IntArray
-    """The column of its draft."""
+    """[q] the column of its draft."""
     confidence: FloatArray
-    """How likely the draft holds the whole path to the node, 0 to 1; never rising within a row."""
+    """[q] how likely the draft holds the whole path to the node, 0 to 1; it never rises within a
+    row.
+    """
     sampled: BoolArray
-    """Whether the row's tokens are sampled."""
+    """[q] whether the row's tokens are sampled."""
     depth: IntArray | None = None
-    """The tokens before each on its path; None: the rows have chains."""
+    """[q] the tokens before each on its path; None: the rows have chains."""
 
 
 @dataclass(slots=True)
 class StepRows:
-    """The result of a step for each request that emitted tokens in it; int64[m] each."""
+    """The result of a step for each request that emitted tokens in it."""
 
-    request: IntArray
+    request: IntArray  # [m]
     draft: IntArray
-    """The column of the draft that proposed, ``NO_DRAFT``: none did."""
+    """[m] the column of the draft that proposed, ``NO_DRAFT``: none did."""
     length: IntArray
-    """The longest path of the proposal, in tokens."""
+    """[m] the longest path of the proposal, in tokens."""
     accepted: IntArray
-    """How many of the emitted tokens follow a path of the proposal."""
-    emitted: IntArray
+    """[m] how many of the emitted tokens follow a path of the proposal."""
+    emitted: IntArray  # [m]
     scored: IntArray
-    """The position up to which it is known whether the proposal is right: no position after an end
-    of the text is.
+    """[m] the position up to which it is known whether the proposal is right: no position after an
+    end of the text is.
     """
     verified: IntArray
-    """The nodes that the target verified."""
+    """[m] the nodes that the target verified."""
     followed: IntArray
-    """The verified nodes that were accepted."""
+    """[m] the verified nodes that were accepted."""
     evidence: IntArray | None = None
-    """The evidence the draft showed before it proposed (``View.evidence``); None: nothing."""
+    """[m] the evidence the draft showed before it proposed (``View.evidence``); None: nothing."""
 
     def __len__(self) -> int:
         return len(self.request)
@@ -167,15 +170,15 @@ class StepRows:
 
 @dataclass(slots=True)
 class FreeChains:
-    """The tokens of unchosen drafts that would have been accepted; int64[f] each."""
+    """The tokens of unchosen drafts that would have been accepted."""
 
-    request: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    draft: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    accepted: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    request: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))  # [f]
+    draft: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))  # [f]
+    accepted: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))  # [f]
     scored: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """The first tokens of the chain, for which that is known."""
+    """[f] the first tokens of the chain, for which that is known."""
     evidence: IntArray | None = None
-    """The evidence the draft showed before it proposed (``View.evidence``); None: nothing."""
+    """[f] the evidence the draft showed before it proposed (``View.evidence``); None: nothing."""
 
     def __len__(self) -> int:
         return len(self.request)
@@ -189,13 +192,13 @@ class StepNodes:
     """
 
     row: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """The place in ``StepRows``."""
-    confidence: FloatArray = field(default_factory=lambda: np.zeros(0))
+    """[q] the place in ``StepRows``."""
+    confidence: FloatArray = field(default_factory=lambda: np.zeros(0))  # [q]
     sampled: BoolArray = field(default_factory=lambda: np.zeros(0, np.bool_))
-    """Whether the row's tokens are sampled."""
-    accepted: BoolArray = field(default_factory=lambda: np.zeros(0, np.bool_))
+    """[q] whether the row's tokens are sampled."""
+    accepted: BoolArray = field(default_factory=lambda: np.zeros(0, np.bool_))  # [q]
     depth: IntArray | None = None
-    """The tokens before each on its path; None: the rows have chains, in order."""
+    """[q] the tokens before each on its path; None: the rows have chains, in order."""
 
     def __len__(self) -> int:
         return len(self.row)
@@ -224,7 +227,7 @@ class Outcome:
     pass_tokens: int = 0
     """The tokens that the target's pass had, with those that padded it; 0: as many as it needed."""
     finished: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """The requests that are over."""
+    """[f] the requests that are over."""
     view: View | None = None
     """The batch that the step was planned for; None: it is not known."""
     plan: Plan | None = None

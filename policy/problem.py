@@ -15,10 +15,10 @@ _NONE = np.zeros(0, np.int64)
 
 
 class Choice(NamedTuple):
-    """A draft (column or NO_DRAFT) and a length for every row, int64[n] each."""
+    """A draft (column or NO_DRAFT) and a length for every row."""
 
-    draft: IntArray
-    length: IntArray
+    draft: IntArray  # [n]
+    length: IntArray  # [n]
 
 
 class Score(NamedTuple):

@@ -122,16 +122,14 @@ def set_hazards(estimates: Estimates, slot: Ints, evidence: Ints, hazard: Floats
 
 
 class Claims(NamedTuple):
-    """The confidences that drafts claim for the nodes of a batch, [q] each, a row's one after the
-    other.
-    """
+    """The confidences that drafts claim for the nodes of a batch, a row's one after the other."""
 
-    row: Ints
-    draft: Ints
+    row: Ints  # [q]
+    draft: Ints  # [q]
     depth: Ints
-    """The tokens before it on its path."""
+    """[q] the tokens before it on its path."""
     confidence: Floats
-    """In the whole path to it."""
+    """[q] in the whole path to it."""
 
 
 CLAIMS = record(Claims, INTS[1], INTS[1], INTS[1], FLOATS[1])
@@ -251,12 +249,12 @@ def refresh(estimates: Estimates, constants: Constants, keep: float) -> None:
 class Chains(NamedTuple):
     """Chains with a known outcome: ``accepted`` of the first ``scored`` positions of a draft's."""
 
-    request: Ints
-    draft: Ints
-    accepted: Ints
-    scored: Ints
+    request: Ints  # [m]
+    draft: Ints  # [m]
+    accepted: Ints  # [m]
+    scored: Ints  # [m]
     evidence: Ints
-    """The bin of what the draft showed."""
+    """[m] the bin of what the draft showed."""
 
 
 CHAINS = record(Chains, *[INTS[1]] * 5)

@@ -100,7 +100,7 @@ class Offer(NamedTuple):
     nodes: Floats
     """[D, K, BINS] by draft, place and confidence."""
     accepted: Floats
-    """Likewise, how many of them the target draws."""
+    """[D, K, BINS] how many of them the target draws."""
 
 
 OFFER = record(Offer, FLOATS[3], FLOATS[3])

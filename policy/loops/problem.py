@@ -100,25 +100,25 @@ STEP_PROBLEM = record(
 
 
 class ViewRows(NamedTuple):
-    """The rows of a view, [N] each, in the order of ``rows``."""
+    """The rows of a view, by request."""
 
     rows: Ints
-    """By request: the batch's order makes no difference, not even among rows alike."""
+    """[N] by request, so that the batch's order makes no difference, not even among rows alike."""
     slot: Ints
-    """By that order, the slots of ``policy.loops.acceptance``."""
-    context: Ints
-    remaining: Ints
+    """[N] the slots of ``policy.loops.acceptance``, in the order of ``rows``."""
+    context: Ints  # [N]
+    remaining: Ints  # [N]
     ceiling: Ints
     """[N, D] like ``catchup``."""
-    catchup: Ints
+    catchup: Ints  # [N, D]
     evidence: Ints
     """[N, D] the bin of what each draft shows before it proposes."""
     sampled: Ints
-    """1: the row's tokens are sampled; empty: no row's are."""
+    """[N] 1: the row's tokens are sampled; empty: no row's are."""
     control_draft: Ints
-    """The choice of rows that is made elsewhere (empty: there are none)."""
+    """[N] the choice of rows that is made elsewhere (empty: there are none)."""
     control_length: Ints
-    """-1: the row is to be chosen for."""
+    """[N] -1: the row is to be chosen for."""
     prefill_tokens: int
     prefilling: int
     """Requests in prefill, which wait for the step."""

@@ -46,7 +46,7 @@ class Times(NamedTuple):
     """A pass, for each cached token before each proposed one."""
     draft_s: Floats
     """[D, t] a draft's forward of t tokens; beyond its end the line ``draft_slope_s[D]``."""
-    draft_slope_s: Floats
+    draft_slope_s: Floats  # [D]
     draft_row_s: Floats
     """[D] a draft's forward, for each row."""
     draft_context_s: Floats
@@ -153,16 +153,16 @@ def forward_s(times: Times, d: int, tokens: int) -> float:
 
 
 class TimedStep(NamedTuple):
-    """The rows of a step that ran, [m] each, and what they were planned for."""
+    """The rows of a step that ran, and what they were planned for."""
 
     row: Ints
-    """The row of the view, -1: it has just ended its prompt, and its tokens are prefill."""
-    draft: Ints
-    length: Ints
-    verified: Ints
+    """[m] the row of the view, -1: it has just ended its prompt, and its tokens are prefill."""
+    draft: Ints  # [m]
+    length: Ints  # [m]
+    verified: Ints  # [m]
     context: Ints
-    """[n] by row of the view, like ``catchup[n, D]``."""
-    catchup: Ints
+    """[n] by row of the view, like ``catchup``."""
+    catchup: Ints  # [n, D]
     prefill_tokens: int
     padded_tokens: int
     """Nodes of every row if any has one, as on an engine that pads; 0: as many as it has."""

@@ -30,17 +30,17 @@ _REST_KEEP = 0.98  # of a draft's nodes that a step without it leaves, or it mig
 
 
 class Proposed(NamedTuple):
-    """The nodes of a batch, [q] each (``policy.plan.Drafted``)."""
+    """The nodes of a batch (``policy.plan.Drafted``)."""
 
-    row: Ints
+    row: Ints  # [q]
     column: Ints
-    """Its column of tenant and draft."""
+    """[q] its column of tenant and draft."""
     depth: Ints
-    """The tokens before it on its path."""
-    confidence: Floats
-    sampled: Bools
+    """[q] the tokens before it on its path."""
+    confidence: Floats  # [q]
+    sampled: Bools  # [q]
     expected: Floats
-    """How likely the first token of its row's proposal was thought to be accepted."""
+    """[q] how likely the first token of its row's proposal was thought to be accepted."""
 
 
 PROPOSED = record(Proposed, INTS[1], INTS[1], INTS[1], FLOATS[1], BOOLS[1], FLOATS[1])
@@ -54,12 +54,12 @@ class Counts(NamedTuple):
     confidence.
     """
     claimed: Floats
-    """Likewise, the sum of their confidences."""
+    """[C, 2, KINDS, PLACES, BINS] the sum of their confidences."""
     matched: Floats
-    """Likewise, how many of them the target drew."""
+    """[C, 2, KINDS, PLACES, BINS] how many of them the target drew."""
     likeliest: Floats
-    """Likewise, the nodes that were the likeliest of their proposal at their depth, from which
-    paths go on.
+    """[C, 2, KINDS, PLACES, BINS] the nodes that were the likeliest of their proposal at their
+    depth, from which paths go on.
     """
     knots: Floats
     """[C, 2, BINS + 2] confidences at which it is known how likely nodes are drawn."""
@@ -226,18 +226,18 @@ def learn_nodes(
 
 
 class TrimShares(NamedTuple):
-    """Shares of proposals that the trim leaves at a price, [C, 2, KINDS, PLACES] each. A place
-    counts where the node before it was verified, so that shares of places multiply along a path.
+    """Shares of proposals that the trim leaves at a price. A place counts where the node before it
+    was verified, so that shares of places multiply along a path.
     """
 
     accepted: Floats
-    """Share of what the nodes of a place would have had accepted."""
+    """[C, 2, KINDS, PLACES] share of what the nodes of a place would have had accepted."""
     path: Floats
-    """Likewise, of the likeliest node alone."""
+    """[C, 2, KINDS, PLACES] the same of the likeliest node alone."""
     nodes: Floats
-    """Nodes that are left of a proposal; not a share."""
+    """[C, 2, KINDS, PLACES] nodes that are left of a proposal; not a share."""
     reached: Floats
-    """How often the likeliest node is left, and the next place is reached."""
+    """[C, 2, KINDS, PLACES] how often the likeliest node is left, and the next place is reached."""
 
 
 @helper

@@ -59,15 +59,15 @@ class Deployment:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The work of a step; arrays are int64[n], one number a row."""
+    """The work of a step."""
 
-    draft: IntArray
+    draft: IntArray  # [n]
     length: IntArray
-    """Tokens that are drafted."""
+    """[n] tokens that are drafted."""
     verified: IntArray
-    """Nodes that are verified."""
+    """[n] nodes that are verified."""
     catchup: IntArray
-    """Tokens that the draft has not seen yet."""
+    """[n] tokens that the draft has not seen yet."""
     rows: int
     context_tokens: int
     """Tokens of all contexts together."""

@@ -52,8 +52,8 @@ class Task:
 class Result:
     """The results kept of a run."""
 
-    latency_s: FloatArray
-    first_token_s: FloatArray
+    latency_s: FloatArray  # [N]
+    first_token_s: FloatArray  # [N]
     tokens_per_s: float
     steps: int
     rows: float

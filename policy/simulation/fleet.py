@@ -39,8 +39,8 @@ class Run:
     """
 
     workload: Workload
-    latency_s: FloatArray
-    first_token_s: FloatArray
+    latency_s: FloatArray  # [N]
+    first_token_s: FloatArray  # [N]
     steps: list[StepRecord]
     end_s: float
     preemptions: int

@@ -60,10 +60,10 @@ class Progress:
     each draft has seen, and times.
     """
 
-    emitted: IntArray
-    read_tokens: IntArray
-    first_token_s: FloatArray
-    finish_s: FloatArray
+    emitted: IntArray  # [N]
+    read_tokens: IntArray  # [N, D]
+    first_token_s: FloatArray  # [N]
+    finish_s: FloatArray  # [N]
 
     @classmethod
     def of(cls, requests: int, drafts: int) -> Progress:
@@ -83,7 +83,7 @@ class _Pending(NamedTuple):
     """
 
     outcome: Outcome
-    rows: IntArray
+    rows: IntArray  # [n]
     plan: Plan
 
 

@@ -57,12 +57,10 @@ class Mix:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drift:
-    """Logits added to the acceptance of a category and draft, linear between knots: ``offset[knots,
-    categories, drafts]``.
-    """
+    """Logits added to the acceptance of a category and draft, linear between knots."""
 
-    knots_s: FloatArray
-    offset: FloatArray
+    knots_s: FloatArray  # [knots]
+    offset: FloatArray  # [knots, categories, D]
 
     @classmethod
     def none(cls, categories: int, drafts: int) -> Drift:
@@ -106,20 +104,16 @@ class Acceptance:
     draft's hazard. So all arms, drafts and lengths share one random number per position.
     """
 
-    logit: FloatArray
-    """[N, D]."""
-    category: IntArray
-    """[N]."""
-    decay: FloatArray
-    """[D, K]."""
+    logit: FloatArray  # [N, D]
+    category: IntArray  # [N]
+    decay: FloatArray  # [D, K]
     drift: Drift
-    match_rate: FloatArray
-    """[N, D]."""
+    match_rate: FloatArray  # [N, D]
     start: IntArray
-    """[N]: where a request's positions begin in ``uniform``, ``match`` and ``normal``."""
-    uniform: FloatArray
-    match: FloatArray
-    normal: FloatArray
+    """[N] where a request's positions begin in ``uniform``, ``match`` and ``normal``."""
+    uniform: FloatArray  # [positions]
+    match: FloatArray  # [positions]
+    normal: FloatArray  # [positions]
 
     def first_hazard(self, request: IntArray, now: float) -> FloatArray:
         """Return the acceptance of a first proposed token, float64[n, D]."""
@@ -236,15 +230,15 @@ def _claims(
 class Workload:
     """The requests of a run, in order of arrival."""
 
-    arrival_s: FloatArray
-    prompt_tokens: IntArray
+    arrival_s: FloatArray  # [N]
+    prompt_tokens: IntArray  # [N]
     output_tokens: IntArray
-    """The true number, which policies do not see."""
+    """[N] the true number, which policies do not see."""
     max_tokens: IntArray
-    """The most that the client allows."""
+    """[N] the most that the client allows."""
     acceptance: Acceptance
     tenant: IntArray | None = None
-    """The requests' tenants, if there are several."""
+    """[N] the requests' tenants, if there are several."""
 
     def __len__(self) -> int:
         return len(self.arrival_s)
@@ -254,10 +248,10 @@ class Workload:
 class RequestLog:
     """Requests of a log, in order of arrival; categories by their place in the mix."""
 
-    arrival_s: FloatArray
-    prompt_tokens: IntArray
-    output_tokens: IntArray
-    category: IntArray
+    arrival_s: FloatArray  # [N]
+    prompt_tokens: IntArray  # [N]
+    output_tokens: IntArray  # [N]
+    category: IntArray  # [N]
 
 
 def bursty(requests: int, rate_hz: float, variation: float, seed: int) -> FloatArray:
