@@ -71,8 +71,9 @@ def _promise_words(plan: Plan, ratios: tuple[float, float] | None) -> list[str]:
 
 def _verifying_words(drift: dict[str, float]) -> list[str]:
     """Return how much longer passes take than the tables say, if they verify any."""
-    factor = drift.get("verifying", 1.0)
-    return [f"in passes that verify, decoding takes {factor:.2f}x the time"] if factor > 1.01 else []
+    if (factor := drift.get("verifying", 1.0)) <= 1.01:
+        return []
+    return [f"in passes that verify, decoding takes {factor:.2f}x the time"]
 
 
 def _guard_words(plan: Plan, verdicts: list[GuardVerdict]) -> list[str]:

@@ -38,7 +38,7 @@ def test_each_request_of_the_last_plan_has_a_line():
     explained = explain_last(stepped(3))
     assert explained["age_s"] >= 0
     assert explained["step"].startswith("3 requests, ")
-    kept = r"with 3-4 in flight \d\.\d\dx the planned tokens come in \d\.\d\dx the time"
+    kept = r"with 3-4 in flight \d\.\d\dx the planned tokens come in \d+\.\d\dx the time"
     assert re.search(kept, explained["step"])
     assert [line.split(":")[0] for line in explained["requests"]] == [
         "request 1",

@@ -386,7 +386,7 @@ def test_longer_passes_that_verify_are_exposed_by_themselves():
         verify_s = (1.5 if plan.length[0] else 1.0) * np.exp(0.02 * rng.standard_normal())
         parts = {"verify": verify_s, "draft:small": 0.1 * int(plan.length[0])}
         state = p.observe(outcome(seen, plan, plan.length, parts_s=parts), state, 0.0)
-    assert 1.2 < p.drift(state)["verifying"] < 1.5  # the rest is in the shape of passes of more tokens
+    assert 1.2 < p.drift(state)["verifying"] < 1.5  # the shape of larger passes has the rest
 
 
 def test_counterfactual_scores_teach_a_draft_that_never_ran():
