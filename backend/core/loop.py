@@ -39,6 +39,8 @@ class Loop(ABC):
         self._changes: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self.preparing: Callable[[], int] = int
         """Returns how many requests wait elsewhere, for their grammar to be read."""
+        self.hold_replies: Callable[[bool], object] = bool
+        """Tells the front to keep replies until it is called with False: before the loop waits."""
 
     @property
     @abstractmethod

@@ -124,6 +124,7 @@ class Orchestrator(Loop):
             SHUTTING_DOWN if stop.is_set() else "the engine keeps failing: it is being restarted"
         )
         self.abort(ErrorCode.UNAVAILABLE, reason)
+        self.hold_replies(False)
 
     def step(self) -> bool:
         """Take one step of what is ready; False when there was nothing to do. The numbers are those
@@ -135,6 +136,7 @@ class Orchestrator(Loop):
         batch = self._ready()
         if not self._active and not self._in_flight:
             self._learn()
+            self.hold_replies(False)
             return False
         has_submitted = bool(batch) and self._submit(batch, log)  # 4 to 6: plan, draft, verify
         if self._in_flight.is_full or not has_submitted:
@@ -153,7 +155,9 @@ class Orchestrator(Loop):
         cycle = self.cycle
         view = batch.view(cycle.drafting, self._k_max, cycle.runner.needs_ceilings)
         sequences = [session.sequence for session in batch.decoding]
-        step = cycle.propose(sequences, view, log, following=batch.following)
+        plan = cycle.runner.plan(view, log)
+        self.hold_replies(False)  # drafts take their time
+        step = cycle.propose(sequences, view, plan, log, following=batch.following)
         submission = batch.submission(step)
         if not submission.turns:
             return False
@@ -217,7 +221,9 @@ class Orchestrator(Loop):
         """Wait for the oldest submission, take its tokens and learn from it."""
         if not self._in_flight:
             return  # a change between two steps was asked for meanwhile
+        self.hold_replies(False)
         submission, completions, failed = self._in_flight.collect()
+        self.hold_replies(True)
         if failed:
             self._failures += 1
         elif completions:

@@ -173,7 +173,8 @@ class Host:
             prefill_tokens=prefill_tokens,
             prefilling=prefilling,
         )
-        self._step = self.cycle.propose(sequences, view, log)
+        plan = self.cycle.runner.plan(view, log)
+        self._step = self.cycle.propose(sequences, view, plan, log)
         proposals = (
             (row.key, self._step.proposal_of(sequence.id))
             for row, sequence in zip(rows, sequences, strict=True)

@@ -155,6 +155,7 @@ class Server:
         self._selector = selectors.DefaultSelector()
         self._waker, self._woken = socket.socketpair()
         self._wake_sent = False
+        self._is_held = False
         self._dirty: deque[StubConnection] = deque()
         self.connections: set[StubConnection] = set()
         self._tokenizers = ThreadPoolExecutor(1, "tokenizer")
@@ -169,6 +170,18 @@ class Server:
         """Send a message when the IO thread next runs."""
         connection.frames.append(frame(message))
         self._dirty.append(connection)
+        if not self._is_held:  # read after the append: one of the two threads sees the other's
+            self._wake()
+
+    def hold(self, is_held: bool) -> None:
+        """Let posted messages wait until this is called with False (the loop's thread). Else the IO
+        thread would take the interpreter from a loop that has its next step to plan.
+        """
+        self._is_held = is_held
+        if not is_held and self._dirty:
+            self._wake()
+
+    def _wake(self) -> None:
         if not self._wake_sent:
             self._wake_sent = True
             self._waker.send(b"x")
@@ -199,6 +212,7 @@ class Server:
         stop = threading.Event()
         loop = threading.Thread(target=self._app.loop.run, args=(stop,), name="loop", daemon=True)
         self._app.loop.preparing = self.guided.__len__
+        self._app.loop.hold_replies = self.hold
         loop.start()
         next_stats_s = monotonic()
         while not self._is_done() and self._is_well(loop):

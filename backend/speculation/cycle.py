@@ -82,17 +82,18 @@ class Cycle:
         self,
         sequences: Seq[Sequence],
         view: View,
+        plan: Plan,
         log: StepLog,
         *,
         following: Collection[int] = (),
     ) -> DecodeStep:
-        """Plan, draft as planned, and choose the nodes that the target verifies. Row i of the view
+        """Draft as planned, and choose the nodes that the target verifies. Row i of the view
         belongs to ``sequences[i]``.
 
         The text of those with ids in ``following`` is not known yet: where they are planned for a
         draft of the host, they wait (``DecodeStep.waiting``).
         """
-        plan, waiting = self.runner.plan(view, log), set[int]()
+        waiting = set[int]()
         if following:
             follows = np.array([sequence.id in following for sequence in sequences], np.bool_)
             view, plan, waits = self._look_ahead(view, plan, follows)

@@ -48,7 +48,8 @@ def propose(made, *sequences):
     ids, ones = np.array([s.id for s in sequences]), np.ones(len(sequences), np.int64)
     ceiling, unseen, evidence = made.drafting.ceilings(sequences, [LENGTH] * len(sequences))
     view = View(made.drafting.names, ids, 20 * ones, 50 * ones, ceiling, unseen, evidence=evidence)
-    return made.propose(sequences, view, made.begin())
+    log = made.begin()
+    return made.propose(sequences, view, made.runner.plan(view, log), log)
 
 
 def test_the_policy_learns_what_was_verified_and_emitted():

@@ -92,7 +92,8 @@ def test_two_open_steps_are_paired_by_what_each_was_planned_for():
         columns = cycle.drafting.ceilings(rows, [2] * 4)
         # Each step has its own column of requests, as in the loop.
         seen = View(("d",), ids.copy(), 15 * ones, 50 * ones, *columns[:2])
-        pending.append(cycle.propose(rows, seen, cycle.begin()))
+        log = cycle.begin()
+        pending.append(cycle.propose(rows, seen, cycle.runner.plan(seen, log), log))
         if number:
             step = pending.pop(0)
             proposing = [step.proposal_of(row.id) is not None for row in rows]

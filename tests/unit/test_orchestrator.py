@@ -41,6 +41,28 @@ def plain_text(prompt, max_tokens=20):
     return sink.text
 
 
+def test_no_reply_is_held_while_an_engine_works_or_nothing_is_left():
+    world, held, working = World(), [False], []
+    world.loop.hold_replies = held.append
+
+    def watched(poll):
+        def watch(timeout_s):
+            working.append(held[-1])
+            return poll(timeout_s)
+
+        return watch
+
+    for engine in (world.target, *world.drafts):
+        engine.poll = watched(engine.poll)
+    world.submit("one", 30)
+    world.submit("another", 5)
+    world.run()
+    assert any(held), "every reply wakes another thread"
+    assert working
+    assert not any(working)
+    assert not held[-1]
+
+
 @pytest.mark.parametrize("needs", [True, False])
 def test_drafts_are_asked_where_the_policy_needs_it_and_free_ones_now_and_then(needs):
     seen, asked = [], []

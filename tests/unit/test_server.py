@@ -59,6 +59,28 @@ def test_a_post_while_the_waker_is_read_does_not_silence_the_next_one(server):
     assert select.select([woken], [], [], 0)[0], "the IO thread would sleep on"
 
 
+def test_held_messages_wake_the_io_thread_once_they_are_released(server):
+    connection, _far = connected()
+
+    def is_woken():
+        return bool(select.select([server._woken], [], [], 0)[0])
+
+    server.hold(True)
+    server.post(connection, Chunk())
+    server.post(connection, Chunk())
+    assert not is_woken()
+    server.hold(False)
+    assert len(connection.frames) == 2
+    assert is_woken()
+    server._handle(types.SimpleNamespace(data=None, fileobj=server._woken), 0)
+    server._flush_dirty()
+    server.hold(True)
+    server.hold(False)
+    assert not is_woken(), "there is nothing to send"
+    server.post(connection, Chunk())
+    assert is_woken()
+
+
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_loop_that_ends_or_hangs_ends_the_service(tmp_path, app, caplog, ends):
     hang = threading.Event()
