@@ -20,7 +20,8 @@ from bench.records import RESULTS
 from bench.sweep.arms import ADAPTING, NONE, SPINDLE, UNTOLD, fixed_choice
 from bench.sweep.figures import BEST_FIXED, EVERY, between, interval, is_closed, level, of_spindle
 from bench.sweep.figures import speed as tokens_per_s
-from bench.traces.arms import FIXED_EAGLE, PLANNER
+from bench.traces.arms import CONFIDENT, FIXED_EAGLE, PLANNER, QUALITIES
+from bench.traces.arms import NONE as NO_SPECULATION
 from bench.traces.figures import MIXED
 from bench.workloads import MIX
 from policy.simulation.report import load_name
@@ -81,38 +82,58 @@ BETWEEN = "between"
 OVER = {
     NONE: "plain decoding",
     BETWEEN: "plain decoding, between tokens",
-    BEST_FIXED: "best fixed one",
-    "without-suffix": "itself with the head only",
-    "without-head": "itself with `suffix` only",
+    BEST_FIXED: "best fixed choice",
+    "without-suffix": "Spindle with the head only",
+    "without-head": "Spindle with `suffix` only",
 }
 OTHERS = {
     name: "SmartSpec, the first draft" if name == UNTOLD else BASELINES[name].label
     for name in ADAPTING
 }
 """The other policies."""
+DRAFT_NAMES = {"0.9m": "a model of 0.9 M parameters"}
+"""Drafts whose name does not say what they are."""
+WORKLOAD_NAMES = {
+    "chat": "chat",
+    "summarise": "news summaries",
+    "qa": "questions on a text",
+    "sql": "SQL",
+    "code": "code",
+}
+ARRIVALS = {"poisson": "Poisson arrivals", "bursty": "bursts"}
 
 SIMULATION = "simulation"
 """The simulator's record."""
 WORTH = "worth"
 """The simulator's record of the planner without its parts."""
 PARTS = {
-    "deviation": "requests' deviations",
+    "deviation": "deviations of requests",
     "exploration": "trials",
     "waiting": "waiting requests in the price",
-    "catch-up": "what catching up tells",
+    "catch-up": "learning from catch-ups",
     "trim": "the trim",
-    "correction": "all correction of times",
-    "shape": "the curve's shape alone",
+    "correction": "any correction of times",
+    "shape": "correction of the curve's shape",
 }
 """The parts in it."""
+SCENARIOS = """
+`8b` and `70b` are Llamas on one and four H100s, `cpu` is SmolLM2 on a CPU. `chat` is one kind of
+request, `mix` four kinds, `prefill-heavy` long prompts with short answers. `tagged` means that each
+kind has its own beginning, `bursty` that requests arrive in bursts, `4-heads` that the drafts are
+four specialist heads.
+"""
+"""The names of simulated scenarios."""
 
 IN_VLLM = "vllm-plugin"
 """The record of the plug-in inside vLLM."""
-VLLM_MODES = {"spindle": "the plug-in, `suffix`", "ngram-planned": "n-grams, planned lengths"}
+VLLM_MODES = {
+    "spindle": "Spindle's draft `suffix`",
+    "ngram-planned": "vLLM's n-grams, planned lengths",
+}
 VLLM_OTHERS = {
-    "plain": "plain vLLM",
-    "ngram-2": "its n-grams, 2 tokens",
-    "ngram-4": "its n-grams, 4 tokens",
+    "plain": "vLLM without speculation",
+    "ngram-2": "vLLM's n-grams, 2 tokens",
+    "ngram-4": "vLLM's n-grams, 4 tokens",
 }
 FRONT = "vllm-front"
 """The record of Spindle's front and vLLM's own server."""
@@ -121,8 +142,8 @@ FRONT_MODES = {
     "spindle-triton": "Spindle's Triton models",
 }
 PLANNED = {
-    "vllm-lengths-draft": "a draft model, tiny family",
-    "vllm-lengths-ngram": "n-grams, tiny family",
+    "vllm-lengths-draft": "tiny family, a draft model",
+    "vllm-lengths-ngram": "tiny family, n-grams",
 }
 """The records of planned lengths, and vLLM's drafter in each."""
 PLANNED_OVER = {"plain": "no drafter", "fixed-best": "the best fixed length"}
@@ -130,6 +151,33 @@ TRACES = "traces"
 """The record of policies over traces."""
 TRACES_OTHERS = "traces-others"
 """The record of all arms over all sets together, at two loads."""
+TRACE_ARMS = {
+    NO_SPECULATION: "no speculation",
+    PLANNER: "Spindle's planner",
+    "planner-free": "the same, not charged for planning",
+    "planner-without-evidence": "the planner without evidence from the look-up",
+    "planner-without-trim": "the planner, verifying all proposed tokens",
+    "planner-eagle-alone": "the planner with the head only",
+    "oracle-eagle": "the head, proposing just what will be accepted",
+    "oracle": "the draft with the most accepted tokens, proposing just these",
+    FIXED_EAGLE: "the head at its best fixed length, relative to `none`",
+    "fixed-suffix": "the look-up at its best fixed length",
+    "rule": "the look-up if enough tokens match, else the head",
+    "rule-8": "the same with at most 8 tokens from the look-up",
+    CONFIDENT: "the head, continuing while it is confident",
+    "schedule": "a length by batch size",
+    "schedule-gated": "the same, off for good once acceptance is low",
+    "verification": "vLLM's adaptive verification",
+}
+"""Behaviour of the arms over traces; the others are baselines."""
+RANKED = dict(zip(QUALITIES, (69, 84, 96), strict=True))
+"""Pairs in 100 that a made-up confidence of some quality ranks right."""
+TRACE_SETS = {
+    "cnn": "summaries (cnn)",
+    "gsm8k": "mathematics (gsm8k)",
+    "instructcoder": "code edits (instructcoder)",
+    "sharegpt": "chat (sharegpt)",
+}
 
 Pairs = tuple[list[float], list[float]]
 Kind = tuple[str, float, int, str]
@@ -232,7 +280,7 @@ def one_thread() -> str:
             ratio, *ends = row["tokens_per_s"]
             cell = f"{ratio:.2f} ({_interval(ends)}; {row['blocks']})"
             rows_by_over.setdefault((row["over"], row["temperature"]), {})[row["in_flight"]] = cell
-    names = {NONE: "plain decoding", "suffix2": "`suffix` with 2 tokens"}
+    names = {NONE: "plain decoding", "suffix2": "`suffix`, 2 tokens"}
     loads = sorted({load for cells in rows_by_over.values() for load in cells})
     rows = [
         [
@@ -279,7 +327,7 @@ def _condition(settings: dict[str, Any]) -> str:
     if settings["busy"]:
         return "half busy with another program"
     error = settings["table_error"]
-    return f"latency tables {error:.0%} wrong" if error else "quiet"
+    return f"quiet, latency tables {100 * error:.0f} % wrong" if error else "quiet"
 
 
 def in_vllm() -> str:
@@ -335,7 +383,7 @@ def by_workload() -> str:
         and row["blocks"] > 2
     ]
     cells = (_format_ratio(row, counts=True) for row in rows)
-    names = (row["workload"] for row in rows)
+    names = (WORKLOAD_NAMES[row["workload"]] for row in rows)
     return _table(["Spindle's tokens/s over", *names], ["plain decoding", *cells])
 
 
@@ -348,29 +396,36 @@ def unlike_drafts() -> str:
     rows = []
     for name in dict.fromkeys([*(name for name, *_ in by_pair), BEST_FIXED]):
         is_fixed = name.startswith("fixed-")
-        label = "`{}` with {} tokens".format(*fixed_choice(name)) if is_fixed else names[name]
+        label = _name_fixed(name) if is_fixed else names[name]
         pairs = [(name, NONE, load) for load in loads] + [(SPINDLE, name, load) for load in loads]
         cells = (_format_ratio(by_pair[pair]) if pair in by_pair else "" for pair in pairs)
         rows.append([label, *cells])
-    levels = [f"{level(load):g} in flight" for load in loads]
-    head = [f"over plain decoding, {levels[0]}", *levels[1:]]
-    return _table(["policy", *head, f"Spindle over it, {levels[0]}", *levels[1:]], *rows)
+    head = [
+        f"{pair}, {level(load):g} in flight"
+        for pair in ("policy over plain decoding", "Spindle over policy")
+        for load in loads
+    ]
+    return _table(["policy", *head], *rows)
+
+
+def _name_fixed(policy: str) -> str:
+    """Return the label of a fixed choice."""
+    draft, length = fixed_choice(policy)
+    return f"{DRAFT_NAMES.get(draft, f'`{draft}`')}, {length} tokens"
 
 
 def open_loops() -> str:
     """Return Spindle's speed in open loops, a row what it is over, a column a load."""
     record = _record(OPEN)
     over = {NONE: OVER[NONE]}
-    for name in record["settings"]["policies"]:
-        draft, length = fixed_choice(name)
-        over[name] = f"`{draft}`, {length} tokens"
+    over |= {name: _name_fixed(name) for name in record["settings"]["policies"]}
     cells = {
         (row["over"], row["load"]): _format_ratio(row, counts=True)
         for row in record["ratios"]
         if row["policy"] == SPINDLE and row["over"] in over and not is_closed(row["load"])
     }
     loads = list(dict.fromkeys(load for _, load in cells))
-    names = [f"{load.partition('-')[0]}, {level(load):g} of the capacity" for load in loads]
+    names = [f"{ARRIVALS[load.partition('-')[0]]}, {level(load):g} of capacity" for load in loads]
     rows = [[name, *(cells[other, load] for load in loads)] for other, name in over.items()]
     return _table(["Spindle's speed over", *names], *rows)
 
@@ -434,7 +489,7 @@ def simulated_table() -> str:
                 ]
             )
     names = (*(its.label for its in ran.values()), "oracle", NONE)
-    return _table(["scenario", "load", BEST_FIXED, "adaptive", *names], *rows)
+    return _table(["scenario", "load", BEST_FIXED, "adaptive", *names], *rows) + SCENARIOS
 
 
 def unmet() -> str:
@@ -444,12 +499,12 @@ def unmet() -> str:
             row["scenario"],
             "all" if row["load"] is None else load_name(row["load"]),
             f"{row['what']}: {row['wanted']}",
-            row["found"],
+            row["found"].replace(" at none", " at no load"),
         ]
         for row in _record(SIMULATION)["criteria"]
         if not row["met"]
     ]
-    return _table(["scenario", "load", "wanted", "found"], *rows)
+    return _table(["scenario", "load", "criterion", "result"], *rows)
 
 
 def worth() -> str:
@@ -465,7 +520,7 @@ def worth() -> str:
         ]
         figures = [*(mean(losses) for losses in losses_of), max(chain(*losses_of))]
         rows.append([name, *(f"{round(figure, 1) + 0.0:.1f}" for figure in figures)])
-    return _table(["without", *(one["scenario"] for one in comparisons), "most"], *rows)
+    return _table(["without", *(one["scenario"] for one in comparisons), "maximum"], *rows)
 
 
 def _loss(load: float, without: dict[str, Any]) -> float:
@@ -484,8 +539,16 @@ def over_traces(name: str) -> str:
         over = "over_none" if arm == FIXED_EAGLE else "over_fixed_eagle"
         halves = (by_arm[arm, load][f"{over}_by_half"] for load in loads)
         show = _times if arm == FIXED_EAGLE else _percent
-        rows.append([f"`{arm}`", *(", ".join(map(show, pair)) for pair in halves)])
-    return _table(["arm", *(f"{load} in flight" for load in loads)], *rows)
+        cells = (", ".join(map(show, pair)) for pair in halves)
+        rows.append([f"`{arm}`", _name_arm(arm), *cells])
+    return _table(["arm", "policy", *(f"{load} in flight" for load in loads)], *rows)
+
+
+def _name_arm(arm: str) -> str:
+    """Return what an arm over traces does."""
+    name, _, quality = arm.partition("-confidence-")
+    label = TRACE_ARMS[name] if name in TRACE_ARMS else BASELINES[name].label
+    return f"{label}; confidence right in {RANKED[float(quality)]} %" if quality else label
 
 
 def traces_by_set() -> str:
@@ -498,7 +561,7 @@ def traces_by_set() -> str:
         by_arm = {(row["arm"], row["in_flight"]): row for row in _traces(data)}
         for arm in ("rule", PLANNER):
             figures = (by_arm[arm, load]["over_fixed_eagle"] for load in loads)
-            rows.append([data, f"`{arm}`", *map(_percent, figures)])
+            rows.append([TRACE_SETS[data], f"`{arm}`", *map(_percent, figures)])
     return _table(["data", "arm", *(f"{load} in flight" for load in loads)], *rows)
 
 
@@ -507,7 +570,8 @@ def _traces(data: str, name: str = TRACES) -> list[dict[str, Any]]:
 
 
 def _percent(ratio: float) -> str:
-    return f"{100 * (ratio - 1):+.1f} %"
+    percent = round(100 * (ratio - 1), 1) + 0.0  # no -0.0
+    return f"{percent:+.1f} %" if percent else "0.0 %"
 
 
 def _times(ratio: float) -> str:

@@ -75,7 +75,7 @@ class SuffixElse(Policy[None]):
 ENTRIES = {
     "suffix-else-eagle": Baseline.by_path(
         SuffixElse,
-        "suffix where it matches",
+        "suffix if it matches",
         needs=("draft", "length"),
         options={"least": (4, 1, 3, 8, 12, 16), "own": (0, 4, 8, 16)},
         colour="#c2507a",

@@ -91,7 +91,7 @@ def _against(comparison: dict[str, Any], kind: str) -> dict[str, Any]:
 
 
 def _loads(loads: list[float]) -> str:
-    return ", ".join("backlog" if load == BACKLOG else f"{load:g}" for load in loads) or "none"
+    return ", ".join("backlog" if load == BACKLOG else f"{load:g}" for load in loads) or "no load"
 
 
 def _row(

@@ -1,4 +1,5 @@
 import json
+import re
 from itertools import product
 
 import pytest
@@ -59,7 +60,7 @@ def test_records_that_agree_in_processor_length_and_temperature_count_together(
     assert greedy.endswith("; 4) |")
     assert between == "| plain decoding, between tokens | 2.00 (2.00–2.00; 4) |"
     assert sampled == "| plain decoding, temperature 0.8 | 2.00 (2.00–2.00; 2) |"
-    assert best == "| best fixed one, temperature 0.8 | 1.50 (1.50–1.50; 2) |"
+    assert best == "| best fixed choice, temperature 0.8 | 1.50 (1.50–1.50; 2) |"
     assert "poisson" not in tables.speed("AVX9")
     longer = {**record, "settings": {**settings, "max_tokens": 128}}
     (results / "second.json").write_text(json.dumps(longer))
@@ -77,7 +78,7 @@ def test_each_workload_has_its_ratio_and_blocks_and_all_together_have_no_column(
     ]
     (results / f"{tables.WORKLOADS}.json").write_text(json.dumps({"ratios": rows}))
     head, _, found = tables.by_workload().splitlines()
-    assert head == "| Spindle's tokens/s over | chat | sql |"
+    assert head == "| Spindle's tokens/s over | chat | SQL |"
     assert found == "| plain decoding | 1.34 (1.20–1.50; 3) | 2.00 (1.20–1.50; 4) |"
 
 
@@ -120,7 +121,7 @@ def test_simulated_latency_and_throughput_are_over_the_best_fixed_choice(results
     }
     (results / f"{tables.SIMULATION}.json").write_text(json.dumps(record))
     others = {share: f" | {share:.3f}" * (len(ran) + 2) for share in (0.5, 0.8)}
-    heading, _, *rows = tables.simulated_table().splitlines()
+    heading, _, *rows = tables.simulated_table().split("\n\n")[0].splitlines()
     assert heading.count("|") == 5 + len(ran) + 2
     assert rows == [
         f"| 8b | 0.3 | eagle:3 | 0.500 (0.400–0.600){others[0.5]} |",
@@ -147,7 +148,7 @@ def test_open_loops_have_a_row_by_load_over_plain_decoding_and_the_fixed_choice(
     (results / f"{tables.OPEN}.json").write_text(json.dumps({"ratios": rows, "settings": settings}))
     head, _, plain, fixed = tables.open_loops().splitlines()
     assert head == (
-        "| Spindle's speed over | poisson, 0.5 of the capacity | bursty, 0.9 of the capacity |"
+        "| Spindle's speed over | Poisson arrivals, 0.5 of capacity | bursts, 0.9 of capacity |"
     )
     assert plain == "| plain decoding | 1.34 (1.20–1.50; 3) | 1.10 (1.20–1.50; 3) |"
     assert fixed == "| `a`, 4 tokens | 1.25 (1.20–1.50; 3) | 0.98 (1.20–1.50; 3) |"
@@ -163,5 +164,18 @@ def test_what_a_part_is_worth_is_the_mean_over_loads_and_the_most(results):
     comparisons = [{"scenario": "a", "points": points}, {"scenario": "b", "points": other}]
     (results / f"{tables.WORTH}.json").write_text(json.dumps({"comparisons": comparisons}))
     head, _, first, *_ = tables.worth().splitlines()
-    assert head == "| without | a | b | most |"
-    assert first == "| requests' deviations | 22.5 | 0.0 | 25.0 |"
+    assert head == "| without | a | b | maximum |"
+    assert first == "| deviations of requests | 22.5 | 0.0 | 25.0 |"
+
+
+def test_every_arm_over_traces_is_explained_and_no_loss_is_minus_zero():
+    arms = {row["arm"] for name in (tables.TRACES, tables.TRACES_OTHERS) for row in summary(name)}
+    assert len(arms) > 20
+    page = (tables.PROJECT_ROOT / "docs" / "research" / "traces.md").read_text("utf-8")
+    for arm in arms:
+        assert re.search(rf"^\| `{re.escape(arm)}` \| [a-zA-Z]", page, re.MULTILINE), arm
+    assert "-0.0" not in page
+
+
+def summary(name):
+    return tables.records.read(tables.RESULTS / f"{name}.json")["summary"]
