@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterable
 
 from backend.triton_adapter.fields import MODELS, Field
 from backend.triton_adapter.rendering import ORIGIN, dims
@@ -65,7 +66,8 @@ BEHAVIOUR = """\
 
 def render_contract() -> str:
     """Return ``docs/reference/tensors.md``: every tensor of every model and what becomes of it.
-    Models of the same tensors share a table.
+    Models of the same tensors share a table. Refused tensors, and rows that an earlier table has,
+    are only named.
     """
     lines = [
         "# Tensors",
@@ -87,6 +89,7 @@ def render_contract() -> str:
     for model in MODELS:
         same.setdefault((model.inputs, model.outputs), []).append(model.name)
     models = {model.name: model for model in MODELS}
+    shown: dict[str, str] = {}
     for names in same.values():
         lines += ["", f"## `{'`, `'.join(names)}`"]
         model = models[names[0]]
@@ -94,16 +97,39 @@ def render_contract() -> str:
             ("input", model.inputs, "what it does"),
             ("output", model.outputs, "meaning"),
         ):
+            rows = {
+                f.name: f"| `{f.name}` | {f.dtype} [{dims(f)}] | {_note(f)} |"
+                for f in tensors
+                if f.refused is None
+            }
             lines += ["", f"| {kind} | type | {column} |", "| --- | --- | --- |"]
-            lines += [f"| `{f.name}` | {f.dtype} [{dims(f)}] | {_note(f, kind)} |" for f in tensors]
+            lines += [row for row in rows.values() if row not in shown]
+            for first in dict.fromkeys(shown[row] for row in rows.values() if row in shown):
+                known = (f"`{name}`" for name, row in rows.items() if shown.get(row) == first)
+                lines += ["", *textwrap.wrap(f"As in `{first}`: {', '.join(known)}.", 100)]
+            lines += _refused(
+                tensors, f"{kind}s are {'refused' if kind == 'input' else 'never sent'}"
+            )
+            shown = dict.fromkeys(rows.values(), names[0]) | shown
     return "\n".join(lines) + "\n"
 
 
-def _note(field: Field, kind: str) -> str:
-    if field.refused is not None:
-        word = "is refused" if kind == "input" else "never sent"
-        neutral = f"; neutral: {', '.join(map(repr, field.neutral))}" if field.neutral else ""
-        return f"{word}: {field.refused.value}{neutral}"
+def _refused(tensors: Iterable[Field], outcome: str) -> list[str]:
+    """Return a paragraph for each reason why tensors are refused."""
+    names_by_reason: dict[str, list[str]] = {}
+    for field in tensors:
+        if field.refused is not None:
+            neutral = f" (neutral: {', '.join(map(repr, field.neutral))})" if field.neutral else ""
+            name = f"`{field.name}`{neutral}"
+            names_by_reason.setdefault(field.refused.value, []).append(name)
+    lines = []
+    for reason, names in names_by_reason.items():
+        text = f"{reason[0].upper()}{reason[1:]}, so these {outcome}: {', '.join(names)}."
+        lines += ["", *textwrap.wrap(text, 100)]
+    return lines
+
+
+def _note(field: Field) -> str:
     return (
         ("**required**; " if field.required else "")
         + field.does
