@@ -104,7 +104,18 @@ def test_every_reason_of_a_fallback_is_explained():
     assert {reason for reason in reasons if f"`{reason}`" not in monitor} == set()
 
 
-def test_readme_has_the_figures_of_the_records():
+def ratios_on_the_h200():
+    """Return adaptive over none and over the best fixed length, as GPU's page has them."""
+    page = (ROOT / "docs" / "how-to" / "gpu.md").read_text("utf-8")
+    rows = re.findall(r"^\| (1|32|128) \| [\d,]+ \|(.*)\| ([\d.]+) \|$", page, re.MULTILINE)
+    assert len(rows) == 3
+    for _, fixed, adaptive in rows:
+        best = max(map(float, fixed.split("|")))
+        yield f"{float(adaptive):.2f}" if float(adaptive) < 1 else f"{float(adaptive):.1f}"
+        yield f"{float(adaptive) / best:.2f}"
+
+
+def test_readme_has_the_figures_of_the_records_and_no_other_ratios():
     every = tables.read_speeds()
     headline = [
         interval(*every[tables.HEADLINE, 0.0, 48, over][load])
@@ -119,8 +130,12 @@ def test_readme_has_the_figures_of_the_records():
     peers = ("vLLM", "transformers", "llama.cpp, 16 bits", "OpenVINO GenAI, 4 bits")
     words = {f"{figure:.2f}" for figure in figures}
     words |= {f"{stacks[name, 1]['median']:.1f}" for name in peers}
-    prose = [line for line in README.read_text("utf-8").splitlines() if not line.startswith("|")]
-    assert words <= set(re.findall(r"\d+\.\d+", " ".join(prose)))
+    lines = README.read_text("utf-8").splitlines()
+    prose = " ".join(line for line in lines if not line.startswith("|"))
+    assert words <= set(re.findall(r"\d+\.\d+", prose))
+    words |= {*ratios_on_the_h200(), f"{1 / stacks['llama.cpp, 4 bits', 1]['median']:.1f}"}
+    with_interval = set(re.findall(r"([\d.]+)x \(", prose))  # the next test's
+    assert set(re.findall(r"(\d+\.\d+)x", prose)) <= words | with_interval
 
 
 def test_readme_s_intervals_are_those_of_a_table_and_one_with_1_claims_nothing():
