@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 from backend import PROJECT_ROOT, __version__
@@ -93,7 +94,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "--" in words:
         at = words.index("--")
         words, rest = words[:at], words[at + 1 :]
-    options = _parser().parse_args(words)
+    parser, commands = _parser()
+    if words and words[0] not in commands and (near := get_close_matches(words[0], commands, 1)):
+        parser.error(f"there is no command {words[0]!r}: did you mean {near[0]!r}?")
+    options = parser.parse_args(words)
     for name, variable in VARIABLES.items():
         if (value := getattr(options, name, None)) is not None:
             if name in ("config", "cache"):
@@ -136,12 +140,14 @@ def _delegate(command: str, arguments: list[str]) -> int:
         package = (error.name or "").partition(".")[0]
         if not package or PROJECT_ROOT.joinpath(package).exists():
             raise
-        text = f"needs the package {package}: install spindle[{extra}]"
+        remedy = "run `make dev`" if command == "bench" else f"install spindle[{extra}]"
+        text = f"needs the package {package}: {remedy}"
         print(f"spindle: error: `spindle {command}` {text}", file=sys.stderr)
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, tuple[str, ...]]:
+    """Return the parser and the names of its commands."""
     text = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="spindle",
@@ -208,7 +214,7 @@ def _parser() -> argparse.ArgumentParser:
         _add_places(command)
     for name, (*_, purpose) in DELEGATED_COMMANDS.items():
         commands.add_parser(name, help=purpose, add_help=False)
-    return parser
+    return parser, tuple(commands.choices)
 
 
 def _add_places(parser: argparse.ArgumentParser) -> None:

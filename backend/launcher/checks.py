@@ -9,6 +9,7 @@ import resource
 import sys
 from importlib import metadata
 from pathlib import Path
+from textwrap import shorten
 
 from backend.launcher.environment import PORTS, LaunchError, LaunchSettings, port_trouble
 from backend.launcher.processes import command_line, listening_process, listening_sockets
@@ -36,14 +37,17 @@ def check_ports(settings: LaunchSettings) -> None:
     """Raise LaunchError when a port is in use or the address is not this machine's."""
     for (name, option, _), port in zip(PORTS, settings.ports, strict=True):
         if why := port_trouble(settings.bind, port):
-            text = f"{name} {port} cannot be used on BIND {settings.bind}: {why}{listener(port)}"
+            label = name.lower().replace("_", " ")
+            text = f"{label} {port} cannot be used on {settings.bind}: {why}{listener(port)}"
             raise LaunchError(f"{text}. Choose another with {option}")
 
 
 def listener(port: int) -> str:
     """Return the process that listens on a port, as far as this user may know."""
     if pid := listening_process(port):
-        return f", by process {pid} ({' '.join(command_line(pid))[:60]})"
+        program, *arguments = command_line(pid) or [""]
+        command = shorten(" ".join((Path(program).name, *arguments)), 60, placeholder=" ...")
+        return f", by process {pid} ({command})"
     return ", by a process that this user cannot see" if [*listening_sockets(port)] else ""
 
 

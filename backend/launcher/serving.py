@@ -105,6 +105,7 @@ def _run(stop: StopSignal, overrides: Overrides, arguments: list[str], verbose: 
     with run_folder() as folder:
         settings, config = fill_run_folder(settings, overrides, folder)
         _prepare(settings, config, stop, verbose)
+        report_only_draft(overrides, config)
         log = None if verbose else log_path(settings)
         with open_log(log) if log else contextlib.nullcontext() as output:
             try:
@@ -134,11 +135,15 @@ def fill_run_folder(
         raise LaunchError(f"{text}. Set TMPDIR to another folder") from error
     if settings.dynamo_namespace and not settings.kv_events:
         settings = replace(settings, kv_events=f"ipc://{folder}/kv-events")
+    return replace(settings, config=path, engine_python=_engine_python(config)), config
+
+
+def report_only_draft(overrides: Overrides, config: ServingConfig) -> None:
+    """Say that a model named without drafts has only the default one."""
     names = [draft.name for draft in config.drafts]
     if overrides.model and not overrides.drafts and names == [DEFAULT_DRAFT]:
         text = "the shipped ones fit only the shipped model (see --drafts)"
         say(f"{DEFAULT_DRAFT} is the only draft: {text}")
-    return replace(settings, config=path, engine_python=_engine_python(config)), config
 
 
 def _engine_python(config: ServingConfig) -> str:

@@ -5,6 +5,7 @@ import types
 
 import pytest
 
+import bench
 from bench.load import FINAL, UNANSWERED
 from bench.micro.overload import check
 from bench.micro.soak import Soak
@@ -69,3 +70,9 @@ def figures(p50, p95, **outcomes):
 )
 def test_an_overload_that_hurts_the_admitted_is_a_violation(overload, violations):
     assert check(figures(100, 200, final=5), overload)[1] == violations
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(capsys):
+    for name, words in (("matplotlib.pyplot", "make dev"), ("bench.absent", "ModuleNotFoundError")):
+        bench.report_error(ModuleNotFoundError, ModuleNotFoundError(name, name=name), None)
+        assert words in capsys.readouterr().err

@@ -100,3 +100,10 @@ def test_a_command_without_its_extra_names_it(tmp_path):
         1,
         "spindle: error: `spindle replay` needs the package numpy: install spindle[sim]\n",
     )
+
+
+def test_a_misspelt_command_gets_a_suggestion(capsys):
+    for word, text in (("sevre", "did you mean 'serve'?"), ("fly", "invalid choice: 'fly'")):
+        with pytest.raises(SystemExit):
+            cli.main([word])
+        assert text in capsys.readouterr().err
