@@ -4,10 +4,11 @@ import argparse
 
 import openai
 
-parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--url", default="http://localhost:9000/v1", help="the base_url")
+defaults = argparse.ArgumentDefaultsHelpFormatter
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=defaults)
+parser.add_argument("--url", default="http://localhost:9000/v1", help="base_url, with /v1")
 parser.add_argument("--prompt", default="Write a short poem about the sea.")
-parser.add_argument("--key", default="any", help="OPENAI_API_KEY of the server, where it has one")
+parser.add_argument("--key", default="any", help="the server's OPENAI_API_KEY, if it has one")
 options = parser.parse_args()
 
 client = openai.OpenAI(base_url=options.url, api_key=options.key)
