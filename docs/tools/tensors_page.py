@@ -89,7 +89,7 @@ def render_contract() -> str:
     for model in MODELS:
         same.setdefault((model.inputs, model.outputs), []).append(model.name)
     models = {model.name: model for model in MODELS}
-    shown: dict[str, str] = {}
+    first_table: dict[str, str] = {}
     for names in same.values():
         lines += ["", f"## `{'`, `'.join(names)}`"]
         model = models[names[0]]
@@ -103,18 +103,22 @@ def render_contract() -> str:
                 if f.refused is None
             }
             lines += ["", f"| {kind} | type | {column} |", "| --- | --- | --- |"]
-            lines += [row for row in rows.values() if row not in shown]
-            for first in dict.fromkeys(shown[row] for row in rows.values() if row in shown):
-                known = (f"`{name}`" for name, row in rows.items() if shown.get(row) == first)
-                lines += ["", *textwrap.wrap(f"As in `{first}`: {', '.join(known)}.", 100)]
-            lines += _refused(
+            lines += [row for row in rows.values() if row not in first_table]
+            for first in dict.fromkeys(
+                first_table[row] for row in rows.values() if row in first_table
+            ):
+                same_rows = (
+                    f"`{name}`" for name, row in rows.items() if first_table.get(row) == first
+                )
+                lines += ["", *textwrap.wrap(f"As in `{first}`: {', '.join(same_rows)}.", 100)]
+            lines += _list_refused(
                 tensors, f"{kind}s are {'refused' if kind == 'input' else 'never sent'}"
             )
-            shown = dict.fromkeys(rows.values(), names[0]) | shown
+            first_table = dict.fromkeys(rows.values(), names[0]) | first_table
     return "\n".join(lines) + "\n"
 
 
-def _refused(tensors: Iterable[Field], outcome: str) -> list[str]:
+def _list_refused(tensors: Iterable[Field], outcome: str) -> list[str]:
     """Return a paragraph for each reason why tensors are refused."""
     names_by_reason: dict[str, list[str]] = {}
     for field in tensors:
