@@ -1,6 +1,7 @@
 """Corrections of the tables by measured steps: a factor by part, the target curve's shape."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -274,8 +275,8 @@ def test_the_price_of_a_change_is_never_negative_and_a_stall_hardly_moves_it():
 def test_a_padded_pass_teaches_what_its_width_takes():
     model, step = LatencyModel(CURVE, (CURVE,)), step_of((0, 0), pass_tokens=9)
     parts = np.empty(3)
-    tokens, base_s, decoding = predict(model.tables, step, parts)
-    assert (tokens, base_s, decoding) == (9, pytest.approx(CURVE.at(9)), 0)
+    tokens, base_s, decoding_s = predict(model.tables, step, parts)
+    assert (tokens, base_s, decoding_s) == (9, pytest.approx(CURVE.at(9)), 0)
 
 
 def after_passes(steps_of, factor, steps, noise=0.02, prefill_tokens=0):
@@ -327,6 +328,23 @@ def test_where_no_pass_is_plain_verifying_and_tokens_share_the_surprise():
     correction = after_passes((EIGHT,), 1.5, 200)
     assert predicted_s(correction, EIGHT) == pytest.approx(true_s(EIGHT, 1.5), rel=0.03)
     assert CURVE.at(4) < predicted_s(correction, NONE) < 1.4 * CURVE.at(4)
+
+
+@pytest.mark.parametrize("prefill_tokens", [0, 100])
+@pytest.mark.parametrize("length", [NONE, ONE, EIGHT])
+def test_a_pass_that_takes_what_was_expected_teaches_nothing(length, prefill_tokens):
+    model = LatencyModel(replace(CURVE, row_s=0.02, context_s=0.001, node_context_s=0.0005), ())
+    before = Correction.start(0)
+    before.verifying[:] = math.log(1.4), 20.0
+    step = step_of(length, prefill_tokens=prefill_tokens, context=np.array([10, 20, 300, 40]))
+    step, measured_s = step._replace(draft=step.draft * 0 - 1), np.empty(2)
+    predict(before.times(model), step, measured_s)
+    after = before.learnt(
+        lambda *columns: learn_step(model.tables, step, measured_s.copy(), 0.0, *columns)
+    )
+    assert after.verifying[0] == pytest.approx(math.log(1.4), abs=1e-9)
+    assert after.factor == pytest.approx(1.0, abs=1e-9)
+    assert after.log_factor == pytest.approx(0.0, abs=1e-9)
 
 
 def test_passes_with_prompts_say_nothing_of_what_verifying_takes():

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from bench.micro.choices import step_problem
-from policy import NO_DRAFT, FreeChains, Plan
+from policy import NO_DRAFT, FreeChains, LatencyModel, Plan
 from policy.latency import Correction
+from policy.loops.times import TimedStep, predict
 from policy.problem import Choice, score
 from tests.fakes.outcomes import outcome_of
 from tests.fakes.policies import RNG, certain, latency, outcome, planner, view
@@ -15,6 +16,12 @@ from tests.fakes.policies import RNG, certain, latency, outcome, planner, view
 
 def staircase():
     return latency(draft_s=(0.1, 0.3), token_s=0.07, free_tokens=3)
+
+
+def with_context(model):
+    """The model with a target that takes time for rows and for what it has cached."""
+    more = {"row_s": 0.02, "context_s": 0.001, "node_context_s": 0.0005}
+    return LatencyModel(replace(model.target, **more), model.drafts)
 
 
 def canary(seen, draft, length):
@@ -26,7 +33,7 @@ def canary(seen, draft, length):
     )
 
 
-def test_given_rows_cost_and_yield_what_they_would_in_one_joint_choice():
+def test_given_rows_cost_what_they_would_in_one_joint_choice_and_as_the_step_is_predicted():
     rng = np.random.default_rng(1)
     for _ in range(200):
         n = int(rng.integers(2, 6))
@@ -42,8 +49,14 @@ def test_given_rows_cost_and_yield_what_they_would_in_one_joint_choice():
         everyone = Choice(np.where(length > 0, draft, NO_DRAFT), length)
         own = rng.random(n) < 0.5
         mine = np.flatnonzero(own)
-        times = Correction.start(2).times(staircase())
+        correction = Correction.start(2)
+        correction.verifying[0] = np.log(1.4)
+        times = correction.times(with_context(staircase()))
         joint = score(step_problem(times, seen, hazard, 4, 16.0), everyone)
+        rows, parts = np.arange(n), np.empty(4)
+        columns = rows, everyone.draft, length, length, seen.context, seen.catchup
+        predict(times, TimedStep(*columns, seen.prefill_tokens, *[0] * 4), parts)
+        assert parts.sum() == pytest.approx(joint.step_s)
         seen = canary(
             seen, everyone.draft, [None if k else int(n) for k, n in zip(own, length, strict=True)]
         )
