@@ -235,12 +235,6 @@ class LatencyCurve:
         seconds: FloatArray = self.base_s[np.minimum(tokens, last)] + self.slope_s * beyond
         return seconds
 
-    def run(self, first: int, count: int) -> FloatArray:
-        """Return base seconds of ``count`` consecutive token counts from ``first`` on."""
-        last = first + count
-        inside = last <= len(self.base_s)
-        return self.base_s[first:last] if inside else self.base(np.arange(first, last))
-
     def at(self, tokens: int) -> float:
         """Return base seconds of one count."""
         beyond = tokens - len(self.base_s) + 1

@@ -82,7 +82,7 @@ class AdaptiveVerification(Policy[VerificationState]):
         same_s = target.row_s * rows + target.context_s * context + drafting_s
         same_s += latency.overhead_s + latency.speculation_s
         node_s = target.node_context_s * context / max(rows, 1)
-        base_s = target.run(view.prefill_tokens + rows, nodes + 1)
+        base_s = target.base(view.prefill_tokens + rows + np.arange(nodes + 1))
         return base_s + same_s + node_s * np.arange(nodes + 1)
 
 
