@@ -73,8 +73,9 @@ class Advice:
     held_out: HeldOut | None
     has_plain: bool
     speed: dict[int, FloatArray]
-    """Tokens a second by length at ``flights``."""
+    """By length, tokens a second at ``flights`` [flights]."""
     bands: dict[int, tuple[FloatArray, FloatArray]]
+    """By length, the least and the most of it that are likely [flights]."""
     flights: list[int]
     table_if_speculating: list[LoadRange]
     """The table with a draft, also where none is advised."""

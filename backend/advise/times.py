@@ -38,7 +38,7 @@ _LEAST_NOISE = 0.004
 
 @dataclass(frozen=True)
 class StepLoad:
-    """A step on average, or several at once as arrays."""
+    """Steps on average, [steps] each."""
 
     rows: FloatArray
     """Decoding requests."""
@@ -98,11 +98,11 @@ class FittedTimes:
     """The fit, and what measured cells say beyond it."""
 
     coefficient: FloatArray
-    """Seconds of each of ``TERMS`` and of each token beyond each knot."""
+    """[terms] seconds of each of ``TERMS`` and of each token beyond each knot."""
     knots: tuple[int, ...]
     near: StepLoad
     pull: FloatArray
-    """Weights of the measured steps' nearness, as a logarithm of seconds."""
+    """[steps] weights of the measured steps' nearness, as a logarithm of seconds."""
     noise: float
     """Standard deviation of the logarithm of a cell's seconds between blocks."""
 

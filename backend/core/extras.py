@@ -68,8 +68,8 @@ class Gatherer:
     sequence: Sequence
     _tokens: list[int] = field(default_factory=list)
     _top: list[list[tuple[int, float]]] = field(default_factory=list)
-    _logits: list[FloatArray] = field(default_factory=list)
-    _context: list[FloatArray] = field(default_factory=list)
+    _logits: list[FloatArray] = field(default_factory=list)  # [tokens, vocab] each
+    _context: list[FloatArray] = field(default_factory=list)  # [rows, vocab] each
     _context_rows: int = 0
     _context_sent: bool = False
     _prompt: ScoredPrompt | None = None

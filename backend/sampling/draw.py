@@ -37,16 +37,12 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class Heads(NamedTuple):
-    """The heads of some distributions: token ``columns`` int64[q] of row ``rows`` int64[q]
-    (rising), with ``masses`` float64[q].
+    """The heads of some distributions, token by token."""
 
-    ``totals`` float[n] are the distributions' whole masses, 1 but for rounding.
-    """
-
-    rows: IntArray
-    columns: IntArray
-    masses: FloatArray
-    totals: Floats
+    rows: IntArray  # [q], rising
+    columns: IntArray  # [q], the tokens
+    masses: FloatArray  # [q]
+    totals: Floats  # [n], the distributions' whole masses, 1 but for rounding
 
     @classmethod
     def of(cls, distributions: Iterable[Floats]) -> Heads:

@@ -25,12 +25,11 @@ grammar that is kept.
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Which token each column of a head's logits stands for: the whole vocabulary in order, or a
-    draft's shortlist (``token_ids`` [S]). A whole vocabulary has ``size`` columns.
-    """
+    """Which token each column of a head's logits stands for."""
 
-    token_ids: npt.NDArray[np.int64] | None = None
+    token_ids: npt.NDArray[np.int64] | None = None  # [S], a shortlist; None: all, in order
     size: int = 2**31 - 1
+    """Columns of a whole vocabulary."""
     _tokens: list[int] = field(init=False)
     _column: dict[int, int] = field(init=False)
 

@@ -63,7 +63,7 @@ class BanditDrafts(Policy[PerRequest]):
 
 
 class Arms(NamedTuple):
-    """How often each length was used, and its mean tokens a second."""
+    """How often each length was used, and its mean tokens a second, [lengths] each."""
 
     steps: FloatArray
     tokens_per_s: FloatArray

@@ -29,8 +29,8 @@ class Trials(NamedTuple):
     Block j has 2^(j - 1) steps, in bins of as many steps as its square root; a bin has one length.
     """
 
-    tokens: FloatArray
-    seconds: FloatArray
+    tokens: FloatArray  # [lengths]
+    seconds: FloatArray  # [lengths]
     block: int = 1
     place: int = 0  # of the bin in its block
     steps_left: int = 0  # steps of the bin

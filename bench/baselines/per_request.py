@@ -10,10 +10,10 @@ from policy.plan import FloatArray, IntArray
 
 
 class PerRequest(NamedTuple):
-    """Figures of requests, [r, ...], in the order of the requests' ids."""
+    """Figures of requests, in the order of the requests' ids."""
 
-    request: IntArray
-    figures: FloatArray
+    request: IntArray  # [r]
+    figures: FloatArray  # [r, ...]
 
     @classmethod
     def none(cls, *shape: int) -> PerRequest:

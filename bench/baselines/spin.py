@@ -24,8 +24,8 @@ class SpinState(NamedTuple):
 
     step: int
     assigned: dict[int, int]
-    by_request: dict[int, FloatArray]
-    workload: FloatArray
+    by_request: dict[int, FloatArray]  # [2, drafts] each
+    workload: FloatArray  # [2, drafts]
 
     def best(self, request: int) -> int:
         """Return a request's draft of most tokens a second; the workload's until it tried two."""

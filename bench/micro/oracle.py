@@ -33,16 +33,16 @@ NOTHING = (NO_DRAFT, 0)
 
 @dataclass(frozen=True)
 class Instance:
-    """A view, the hazards float64[rows, drafts, positions] of its requests, the model of time with
+    """A view, the hazards of its requests, the model of time with
     its correction, and the price.
 
     ``given`` are the options of the view's last rows, which are not to be chosen.
     """
 
     view: View
-    hazard: npt.NDArray[np.float64]
+    hazard: npt.NDArray[np.float64]  # [rows, drafts, positions]
     latency: LatencyModel
-    correction: npt.NDArray[np.float64]
+    correction: npt.NDArray[np.float64]  # [2 + drafts]
     k_max: int
     horizon_steps: float
     price: float

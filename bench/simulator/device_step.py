@@ -55,10 +55,10 @@ class DeviceRecord(NamedTuple):
     head_s: dict[int, FloatArray]
     """By rows [D], the seconds of a head's forward."""
     pass_s: dict[int, FloatArray]
-    """By rows [places of ``widths``], the seconds of the target's pass and what goes with it;
+    """By rows [widths], the seconds of the target's pass and what goes with it;
     widths that no cell has lie on the line between their neighbours.
     """
-    widths: IntArray
+    widths: IntArray  # [widths]
 
     @classmethod
     def read(cls, path: Path = RECORD) -> DeviceRecord:
@@ -129,8 +129,8 @@ class DeviceRequest:
 class DeviceChoice(NamedTuple):
     """A draft and a length by row, and how many nodes of the batch a step verifies at most."""
 
-    draft: IntArray
-    length: IntArray
+    draft: IntArray  # [n]
+    length: IntArray  # [n]
     nodes: int
 
 

@@ -44,7 +44,7 @@ class Script:
 
     name: str
     rates: FloatArray | None
-    """As ``DeviceRecord.rates``; None: the record's."""
+    """[D, 2] as ``DeviceRecord.rates``; None: the record's."""
     counted: Callable[[int], int]
     """Requests that count, by rows."""
 

@@ -32,16 +32,13 @@ Observed = tuple[Key, str, int, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hazards:
-    """``hazard`` and ``match_rate`` [requests, drafts], the requests of a block from ``start``;
-    ``decay`` [drafts, positions].
+    """What the requests of a sweep's blocks would accept."""
 
-    ``match_rate`` is how often a draft that needs a match had one.
-    """
-
-    hazard: FloatArray
-    match_rate: FloatArray
-    decay: FloatArray
+    hazard: FloatArray  # [requests, drafts]
+    match_rate: FloatArray  # [requests, drafts], how often a draft that needs a match had one
+    decay: FloatArray  # [drafts, positions]
     start: dict[Key, tuple[int, int]]
+    """The first request of each block, and the one after its last."""
 
     def of(self, key: Key) -> tuple[FloatArray, FloatArray]:
         """Return the hazards of a block's requests, and how often drafts found something to

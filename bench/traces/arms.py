@@ -73,7 +73,7 @@ class TraceLoad:
     """Requests in a closed loop."""
 
     world: World
-    order: IntArray
+    order: IntArray  # [requests]
     in_flight: int
     costs: Costs
     scores: Scores = field(default_factory=dict)

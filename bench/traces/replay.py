@@ -159,14 +159,14 @@ def run(
 class _ReplayedStep:
     """The work of a step: by row, where the texts are, the plan, and what becomes of it."""
 
-    at: IntArray
+    at: IntArray  # [n]
     view: View
     plan: Plan
-    claims: FloatArray
+    claims: FloatArray  # [n, K], of the chosen draft
     accepts: IntArray
     """[n] tokens of the chosen draft's chain that would be accepted."""
-    verified: IntArray
-    emitted: IntArray
+    verified: IntArray  # [n]
+    emitted: IntArray  # [n]
 
 
 class _Replay:

@@ -62,10 +62,10 @@ class _GeneratedText:
     computed_tokens: int = 0
     """Tokens that were run, from the first one on."""
     answers: int = 1
-    top_ids: list[Tensor] = field(default_factory=list)
-    top_logprobs: list[Tensor] = field(default_factory=list)
+    top_ids: list[Tensor] = field(default_factory=list)  # [tokens, TOP_K] each
+    top_logprobs: list[Tensor] = field(default_factory=list)  # likewise [tokens, TOP_K]
     features: list[Tensor] = field(default_factory=list)
-    """States of the prompt's last token and of each one generated but the last."""
+    """[rows, taps, hidden] each: the prompt's last token and each one generated but the last."""
 
     def is_over(self, eos: Set[int]) -> bool:
         """Whether the text is over, full, or repeats its last 8 tokens for the third time in 64 (a

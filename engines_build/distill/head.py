@@ -42,7 +42,7 @@ class HeadSample:
     top_ids: Tensor
     """The target's likeliest tokens [answer, TOP_K]."""
     top_logprobs: Tensor
-    """The log probabilities of ``top_ids``."""
+    """The log probabilities of ``top_ids`` [answer, TOP_K]."""
     features: Tensor
     """The target's states [answer, layers, hidden]."""
 
@@ -91,13 +91,13 @@ class Starts:
     """
 
     answer: Tensor
-    """By row, the number of the answer."""
+    """[rows] the number of the answer."""
     first: Tensor
-    """The number of the row's token in all tokens of its answer."""
+    """[rows] the number of the row's token in all tokens of its answer."""
     place: Tensor
-    """The number of the row's state in all states of all answers."""
+    """[rows] the number of the row's state in all states of all answers."""
     remaining: Tensor
-    """How many tokens come after the row's."""
+    """[rows] how many tokens come after the row's."""
     context: Tensor
     """[C]: the tokens of the answers' texts that are not static."""
     first_seen: Tensor

@@ -61,7 +61,7 @@ class Launched:
 
     size: Size
     rows: list[DeviceRow]
-    host: dict[str, npt.NDArray[Any]]
+    host: dict[str, npt.NDArray[Any]]  # by name, [rows, ...]
     events: list[Any]
     """CUDA events before the proposal, after it, and after the copy back; times without CUDA."""
 

@@ -59,21 +59,17 @@ def partial_bytes(tokens: int, heads: int, dim: int, keys: int) -> int:
 
 @dataclass
 class PassLayout:
-    """Inputs of the attention of a pass, for rows of new tokens packed one after the other.
+    """Inputs of the attention of a pass, for rows of new tokens packed one after the other."""
 
-    ``table`` int32[rows, blocks] has room for the longest row, ``start`` int32[rows] committed
-    tokens, ``first`` int32[rows + 1], ``ancestors`` int64[tokens], ``place`` int32[tokens] block
-    times page plus offset. ``most`` bounds the new tokens of a row. ``prompts`` are the rows of a
-    pass of prompts, else None.
-    """
-
-    table: torch.Tensor
-    start: torch.Tensor
-    first: torch.Tensor
-    ancestors: torch.Tensor
-    place: torch.Tensor
+    table: torch.Tensor  # int32[rows, blocks], with room for the longest row
+    start: torch.Tensor  # int32[rows], committed tokens
+    first: torch.Tensor  # int32[rows + 1]
+    ancestors: torch.Tensor  # int64[tokens]
+    place: torch.Tensor  # int32[tokens], block times page plus offset
     most: int
+    """New tokens of a row at the most."""
     prompts: PromptPass | None = None
+    """The rows of a pass of prompts."""
 
 
 class Pages:

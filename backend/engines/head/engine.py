@@ -46,13 +46,14 @@ class Head(Protocol):
 
 @dataclass(slots=True)
 class _TextColumns:
-    """Columns that a sequence's own text adds to the head's: ``rows`` [n, hidden], of the first
-    ``CONTEXT_ROWS`` tokens that have no static row. ``read`` tokens were looked at.
+    """Columns that a sequence's own text adds to the head's, of the first ``CONTEXT_ROWS`` tokens
+    that have no static row.
     """
 
     columns: Columns
-    rows: Floats
+    rows: Floats  # [n, hidden]
     read: int = 0
+    """Tokens that were looked at."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -40,18 +40,18 @@ class EncodedPrompt(NamedTuple):
 
 
 class _Linear(NamedTuple):
-    weight: Tensor
-    bias: Tensor | None = None
+    weight: Tensor  # [out, in]
+    bias: Tensor | None = None  # [out]
 
     def __call__(self, rows: Tensor) -> Tensor:  # [..., in] to [..., out]
         return functional.linear(rows, self.weight, self.bias)
 
 
 class _Layer(NamedTuple):
-    attention_norm: Tensor
+    attention_norm: Tensor  # [hidden]
     qkv: _Linear
     output: _Linear
-    mlp_norm: Tensor
+    mlp_norm: Tensor  # [hidden]
     gate_up: _Linear
     down: _Linear
 
