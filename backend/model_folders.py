@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from backend.checked_settings import ConfigError
 from backend.config import ServingConfig
 from backend.engine_config import EMBEDDED_MODEL, EngineConfig
 from backend.engines import memory
-from backend.engines.registry import module_of
+from backend.engines.registry import Service, module_of
 from backend.kinds import KINDS
 from backend.machine import Machine, machine
 from backend.published_heads import CONVERTED, is_published_head
@@ -105,6 +105,29 @@ def check_folders(config: ServingConfig) -> None:
     for draft in config.drafts if config.target.kind.checkpoint and target.is_dir() else ():
         if draft.kind.checkpoint and (folder := named_folder(draft)).is_dir():
             check_vocabulary(target, folder)
+
+
+def check_packages(config: ServingConfig, machine: Machine = machine) -> None:
+    """Raise ConfigError for a model that is not converted yet where packages for it are missing."""
+    lacking, engines = cache.lacking_packages(machine), timed_engines(config)
+    if lacking and any(engine.model == EMBEDDED_MODEL for engine in engines):
+        try:
+            cache.check(cache.model_folder(EMBEDDED_MODEL))
+        except cache.CacheError:
+            raise cache.lacks(f"converting {EMBEDDED_MODEL}", ", ".join(lacking)) from None
+    if {"torch", "transformers"} & {*lacking}:
+        convert_folders(config, str)  # raises, unless all are converted
+
+
+def convert_folders(config: ServingConfig, say: Callable[[str], object]) -> None:
+    """Let engines convert folders that they do not read as they are: the drafts first, for the
+    target's graph has outputs for the layers that they read.
+    """
+    service = Service(config, 1, model_path)
+    for engine in reversed(timed_engines(config)):
+        convert = engine.kind.answer("convert", None)
+        if convert is not None:
+            convert(engine, named_folder(engine), service, say)
 
 
 def check_target(key: str, folder: Path) -> None:

@@ -17,13 +17,15 @@ from pathlib import Path
 
 from backend.config import DEFAULT_CONFIG, ServingConfig, load_config
 from backend.engine_config import EMBEDDED_MODEL
-from backend.engines.registry import NotPreparedError, Service
+from backend.engines.registry import NotPreparedError
 from backend.ipc.process import policy_folders
 from backend.machine import Machine, machine
 from backend.model_folders import (
     check_folders,
+    check_packages,
     check_pairs,
     check_target,
+    convert_folders,
     model_path,
     named_folder,
 )
@@ -86,7 +88,7 @@ def prepare(
         announce(to_convert=to_convert, to_measure=to_measure)
         if to_convert:
             make_model(cache.model_folder(EMBEDDED_MODEL))
-        convert_folders(config)
+        convert_folders(config, say)
         check_pairs(config)
         folders = {engine.name: model_path(engine) for engine in engines}
         if missing := missing_tables(config, folders):
@@ -110,11 +112,8 @@ def are_slow(config: ServingConfig, folders: Mapping[str, Path]) -> bool:
     """
     if not config.policy.keep_learned or (ratio := pace(learned_key(config, folders))) > SLOW_PACE:
         return False
-    print(
-        f"spindle: passes took {ratio:.2f} times as long as measured: the machine was busy then; "
-        "measuring again (half a minute)",
-        flush=True,
-    )
+    text = f"passes took {ratio:.2f} times as long as measured: the machine was busy then"
+    say(f"{text}; measuring again (half a minute)")
     return True
 
 
@@ -128,27 +127,13 @@ def were_busy(
         return False
     if machine.is_busy():
         return False
-    print(
-        "spindle: the machine was busy when it was measured: measuring again (half a minute)",
-        flush=True,
-    )
+    say("the machine was busy when it was measured: measuring again (half a minute)")
     return True
 
 
-def convert_folders(config: ServingConfig) -> None:
-    """Let engines convert folders that they do not read as they are: the drafts first, for the
-    target's graph has outputs for the layers that they read.
-    """
-    service = Service(config, 1, model_path)
-    for engine in reversed(timed_engines(config)):
-        convert = engine.kind.answer("convert", None)
-        if convert is not None:
-            convert(
-                engine,
-                named_folder(engine),
-                service,
-                lambda text: print(f"spindle: {text}", flush=True),
-            )
+def say(text: str) -> None:
+    """Print a line about the work at once."""
+    print(f"spindle: {text}", flush=True)
 
 
 def announce(*, to_convert: bool, to_measure: bool) -> None:
@@ -161,8 +146,8 @@ def announce(*, to_convert: bool, to_measure: bool) -> None:
     disk = ""
     if to_convert:
         disk = f" and {CACHE_GB + DOWNLOAD_GB:.1f} GB of disk, {CACHE_GB:.2f} GB of them for good"
-    print(f"spindle: first start: {work}, once. The cache is {cache.root()}", flush=True)
-    print(f"spindle: this takes about {minutes} min{disk} (estimates)", flush=True)
+    say(f"first start: {work}, once. The cache is {cache.root()}")
+    say(f"this takes about {minutes} min{disk} (estimates)")
 
 
 def embedded_model_is_whole() -> bool:
@@ -206,8 +191,9 @@ def main() -> None:
         sys.path += policy_folders(config, args.config)
         check_policy(config)  # mistakes that need no minutes of measuring to be reported
         check_folders(config)
+        check_packages(config)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # the compiler swallows exceptions
-        compile_planner(lambda text: print(f"spindle: {text}", flush=True))
+        compile_planner(say)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler)  # what is begun is cleared away
         prepare(config)

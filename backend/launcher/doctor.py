@@ -40,9 +40,6 @@ CACHE_GB, TEMPORARY_GB, SHARED_MEMORY_GB = 0.8, 0.1, 0.06
 PINS = {"serve": "requirements.txt", "convert": "requirements-convert.txt"}
 """By extra, the file of a clone that has its pins."""
 
-CONVERTERS = ("torch", "transformers", "gguf")
-"""Packages that convert a model the first time it is served."""
-
 CUDA, TESTED_CAPABILITY = "cuda", 9.0
 """The finding's name, and the compute capability that kernels ran on."""
 
@@ -126,18 +123,13 @@ def packages(machine: Machine, pins: list[tuple[str, str]]) -> Finding:
 
 def conversion(machine: Machine, pins: list[tuple[str, str]]) -> Finding:
     """Say whether a model that was not served before can be: its folder is converted first."""
-    if lacking := lacking_packages(machine):
+    if lacking := cache.lacking_packages(machine):
         text = f"{', '.join(lacking)} not installed: only models that were served before are served"
         return Finding("conversion", WARNING, f"{text}; for others, install spindle[convert]")
     versions = packages(machine, pins)
     is_fine = versions.state == OK
     text = f"torch {machine.package_version('torch')}, all as pinned" if is_fine else versions.text
     return Finding("conversion", versions.state, text)
-
-
-def lacking_packages(machine: Machine) -> list[str]:
-    """Return the packages that convert a model and are not installed."""
-    return [name for name in CONVERTERS if not machine.package_version(name)]
 
 
 def read_pins(extra: str, folder: Path = PROJECT_ROOT) -> list[tuple[str, str]]:
@@ -278,10 +270,8 @@ def deployment(path: Path, machine: Machine = machine) -> list[Finding]:
         findings.append(cuda(config, machine))
     if not config.target.kind.checkpoint:
         return findings
-    if model := embedded_model(config, machine):
+    if model := conversions(config, machine):
         findings.append(model)
-    elif lacking_packages(machine) and (reason := conversion_trouble(config)):
-        findings.append(Finding("model", MISSING, reason))
     if all(finding.state != MISSING for finding in findings) and (not model or model.state == OK):
         findings.append(tables(config, machine))
         findings += [gpu_memory(config, machine)] if has_gpu else []
@@ -323,36 +313,22 @@ def gpu_memory(config: ServingConfig, machine: Machine) -> Finding:
         return Finding("memory plan", MISSING, str(error))
 
 
-def conversion_trouble(config: ServingConfig) -> str:
-    """Return why the models cannot be read without the packages that convert them; empty if the
-    cache has what they are converted to.
+def conversions(config: ServingConfig, machine: Machine = machine) -> Finding | None:
+    """Say whether the embedded model is converted, and whether other models can be that are not;
+    None where nothing is to be said.
     """
-    from backend.engines.registry import Service
-    from backend.model_folders import model_path, named_folder
+    from backend.model_folders import check_packages
     from backend.storage.tables import timed_engines
 
     try:
-        for engine in timed_engines(config):
-            if convert := engine.kind.answer("convert", None):
-                convert(engine, named_folder(engine), Service(config, 1, model_path), str)
+        check_packages(config, machine)
     except ValueError as error:
-        return str(error)
-    return ""
-
-
-def embedded_model(config: ServingConfig, machine: Machine = machine) -> Finding | None:
-    """Say whether the embedded model is in the cache; None where it is not asked for."""
-    from backend.storage.tables import timed_engines
-
+        return Finding("model", MISSING, str(error))
     if EMBEDDED_MODEL not in [engine.model for engine in timed_engines(config)]:
         return None
-    folder = cache.model_folder(EMBEDDED_MODEL)
     try:
-        cache.check(folder)
+        cache.check(cache.model_folder(EMBEDDED_MODEL))
     except cache.CacheError:
-        if lacking := lacking_packages(machine):
-            text = f"not converted yet; that needs {', '.join(lacking)}: install spindle[convert]"
-            return Finding("model", MISSING, text)
         text = "not converted yet: the first start or `spindle prepare` converts it"
         return Finding("model", WARNING, text)
     return Finding("model", OK, f"{EMBEDDED_MODEL} is converted")

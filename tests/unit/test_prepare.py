@@ -190,6 +190,19 @@ def test_a_policy_that_is_not_there_is_said_before_anything_is_made(tmp_path, mo
     assert not cache.root().exists()
 
 
+def test_a_model_that_cannot_be_converted_is_refused_before_anything_is_made(
+    tmp_path, monkeypatch, capsys
+):
+    config = tmp_path / "serving.json"
+    config.write_text(json.dumps({"target": {"engine": "torch", "model": EMBEDDED_MODEL}}))
+    monkeypatch.setattr(sys, "argv", ["prepare", "--config", str(config)])
+    monkeypatch.setattr(Machine, "package_version", lambda self, name: None)
+    with pytest.raises(SystemExit, match=r"needs torch, transformers, gguf: install spindle\["):
+        prepare.main()
+    assert capsys.readouterr().out == ""
+    assert not cache.root().exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_compiler_that_swallows_exceptions_ends_with_a_signal(tmp_path, number):
     code = """
