@@ -24,6 +24,13 @@ _DROPPED = ("input_scale", "activation_scale", "input_global_scale", "k_scale", 
 """Ends of the names of tensors by which activations or KV would be rounded."""
 
 
+_BY_BLOCK = ("scales", "qzeros", "_scale", "_scale_inv", "_zero_point")
+"""Ends of the names of tensors that have a number for each block of a matrix."""
+
+_OR_ONE = ("_scale", "_scale_inv", "_zero_point")
+"""Ends of those that may have one number for all of it instead."""
+
+
 class QuantizedError(ValueError):
     """A quantised tensor that cannot be read; the message names it."""
 
@@ -38,6 +45,7 @@ def widen(
     ``quantization`` is the ``quantization_config`` of ``config.json``. Raises QuantizedError.
     """
     rest = {name: tensor for name, tensor in tensors.items() if not name.endswith(_DROPPED)}
+    _check_dimensions(rest)
     widened: Tensors = {}
     for end, read in _FORMATS.items():
         for name in [name for name in rest if name.endswith(end)]:
@@ -46,7 +54,7 @@ def widen(
             prefix = name.removesuffix(end)
             try:
                 wide_name, wide = read(prefix, rest, quantization)
-            except (KeyError, RuntimeError, ValueError) as error:
+            except (IndexError, KeyError, RuntimeError, ValueError) as error:
                 reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
                 raise QuantizedError(f"tensor {name} cannot be read: {reason}") from error
             widened[wide_name] = wide.to(torch.bfloat16)
@@ -155,6 +163,15 @@ _FORMATS: dict[str, Callable[[str, Tensors, Mapping[str, Any]], tuple[str, torch
     "_scale": _scaled_by("_scale"),
 }
 """The reader of a matrix, by the end of the name of one of its tensors; an earlier one is first."""
+
+
+def _check_dimensions(tensors: Mapping[str, torch.Tensor]) -> None:  # of any shape, such as [n]
+    """Raise QuantizedError for scales or zeros of one dimension, which fit no blocks."""
+    for name, tensor in tensors.items():
+        is_one = tensor.numel() == 1 and name.endswith(_OR_ONE)
+        if name.endswith(_BY_BLOCK) and tensor.dim() < 2 and not is_one:
+            shape = f"its shape {list(tensor.shape)} has no rows and columns"
+            raise QuantizedError(f"tensor {name} cannot be read: {shape}")
 
 
 def _check_bits(bits: int, choices: Seq[int] = (2, 4, 8)) -> None:

@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 from backend.engines.checkpoint import CheckpointError
 from backend.engines.models.loading import load_decoder
 from backend.engines.openvino.engine import OpenvinoEngine
+from backend.engines.openvino.four_bits import take_four_bits
+from backend.engines.quantized import QuantizedError, widen
 from backend.engines.stepping.chunks import KVTable, PassChunk
 from backend.engines.torch.engine import TorchEngine
 from backend.kinds import QUANTIZED, quantization_of
@@ -100,6 +102,20 @@ def test_other_formats_are_refused_by_name(quantization, reason, plain, tmp_path
         assert not quantization_of({"quantization_config": {"quant_method": method}})[1]
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_scales_of_one_dimension_are_refused_by_name_in_every_format(method):
+    quantization, write = METHODS[method]
+    parts, _ = write(torch.randn(64, 128))
+    ends = {"scales", "qzeros", "weight_scale", "weight_scale_inv", "weight_zero_point"}
+    for end in parts.keys() & ends:
+        tensors = {f"layer.{name}": part.contiguous() for name, part in parts.items()}
+        tensors[f"layer.{end}"] = torch.ones(64, dtype=parts[end].dtype)
+        taken, _ = take_four_bits(tensors, quantization)
+        assert not taken
+        with pytest.raises(QuantizedError, match=rf"tensor layer\.{end} .* shape \[64\]"):
+            widen(tensors, quantization)
+
+
 def test_a_damaged_tensor_is_named(plain, tmp_path):
     place = quantize(plain["qwen 2"], tmp_path / "damaged", "fp8 of blocks")
     tensors = load_file(place / "model.safetensors")
@@ -110,6 +126,10 @@ def test_a_damaged_tensor_is_named(plain, tmp_path):
         (
             lambda t: t.update({f"{name}_scale_inv": torch.ones(3, 3)}),
             r"scales \[3, 3\] do not fit a matrix \[64, 64\]",
+        ),
+        (
+            lambda t: t.update({f"{name}_scale_inv": torch.ones(64)}),
+            rf"tensor {name}_scale_inv cannot be read: its shape \[64\] has no rows and columns",
         ),
     ):
         changed = dict(tensors)

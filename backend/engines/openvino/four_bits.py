@@ -97,6 +97,7 @@ def take_four_bits(
         for name in [name for name in tensors if name.endswith(end)]:
             prefix = name.removesuffix(end)
             try:
+                _check_dimensions(prefix, tensors)
                 matrix, parts = read(prefix, tensors, quantization)
                 _check(matrix)
             except (KeyError, UnfitError) as error:
@@ -189,6 +190,14 @@ def _drop_plain_zeros(
     if zero is not None and bool((zero == 8).all()):
         zero = None
     return FourBits(digits, scale.contiguous(), None if zero is None else zero.contiguous())
+
+
+def _check_dimensions(prefix: str, tensors: Tensors) -> None:
+    """Raise UnfitError for scales or zeros that are not by row and group."""
+    for end in ("qzeros", "scales", "weight_scale", "weight_zero_point"):
+        tensor = tensors.get(prefix + end)
+        if tensor is not None and tensor.dim() != 2:
+            raise UnfitError(f"the shape of {prefix}{end} is {list(tensor.shape)}")
 
 
 def _check(matrix: FourBits) -> None:
