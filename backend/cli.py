@@ -104,11 +104,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 value = str(Path(value).expanduser().absolute())
             os.environ[variable] = ",".join(value) if isinstance(value, list) else value
     if options.command == "doctor":
-        from backend.launcher.doctor import report, report_model
+        from backend.launcher import doctor, model_report
 
         if options.model:
-            return report_model(options.model, as_json=options.json)
-        return report(as_json=options.json)
+            return model_report.report(options.model, as_json=options.json)
+        return doctor.report(as_json=options.json)
     from backend.launcher.overrides import Overrides
     from backend.launcher.serving import serve
 

@@ -1,5 +1,4 @@
-"""``spindle doctor``: what this machine can do, and what is missing, with what to do about it;
-with ``--model``, which engines can serve a folder and what each would take.
+"""``spindle doctor``: what this machine can do, and what is missing, with what to do about it.
 
 It runs where packages are missing too: what needs them is imported once they are known to be there.
 """
@@ -13,13 +12,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from backend import PROJECT_ROOT
 from backend.checked_settings import ConfigError
-from backend.config import ServingConfig, load_config, parse_config
+from backend.config import ServingConfig, load_config
 from backend.engine_config import EMBEDDED_MODEL, EngineConfig, unused_gpus, why_not
-from backend.kinds import KINDS, automatic, quantization_of
+from backend.kinds import KINDS, automatic
 from backend.launcher import checks
 from backend.launcher.environment import (
     PORTS,
@@ -56,7 +54,7 @@ class Finding:
 def report(*, as_json: bool, machine: Machine = machine) -> int:
     """Print every finding; return 1 if serving cannot work, else 0."""
     findings = check_everything(machine)
-    _print(findings, as_json)
+    print_findings(findings, as_json=as_json)
     can_serve = all(finding.state != MISSING for finding in findings)
     if not as_json:
         outcome = "will work" if can_serve else 'will not work: fix the items marked "missing"'
@@ -64,7 +62,8 @@ def report(*, as_json: bool, machine: Machine = machine) -> int:
     return 0 if can_serve else 1
 
 
-def _print(findings: list[Finding], as_json: bool) -> None:
+def print_findings(findings: list[Finding], *, as_json: bool) -> None:
+    """Print findings, a line each."""
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
         return
@@ -358,83 +357,3 @@ def tables(config: ServingConfig, machine: Machine = machine) -> Finding:
         text = "while other programs ran; the next start on a quiet machine measures again"
         return Finding("measured", WARNING, text)
     return Finding("measured", OK, "every engine of the configuration")
-
-
-def report_model(model: str, *, as_json: bool, machine: Machine = machine) -> int:
-    """Print what each engine says of a folder; return 1 where none can serve it, else 0."""
-    findings = check_engines(model, machine)
-    _print(findings, as_json)
-    return 0 if findings[-1].state == OK else 1
-
-
-def check_engines(model: str, machine: Machine = machine) -> list[Finding]:
-    """Ask every engine that loads Hugging Face folders; the last finding is what serving does."""
-    from backend.storage.manifest import read_model_config
-
-    folder = Path(model).expanduser().resolve()
-    kinds = [name for name, kind in KINDS.items() if kind.checkpoint and kind.target]
-    findings = [_ask(name, folder, machine) for name in kinds]
-    able = [finding.name for finding in findings if finding.state == OK]
-    if able and (reason := _refusal(folder)):
-        findings, able = [Finding("folder", MISSING, reason)], []
-    if able and (text := _weights(read_model_config(folder))):
-        findings.insert(0, Finding("weights", OK, text))
-    if not able:
-        text = f"no engine can serve {folder} here"
-        return [*findings, Finding("serve", MISSING, text)]
-    target = parse_config({"target": {"model": str(folder)}}, machine).target
-    name = target.engine if target.engine in able else able[0]
-    option = "" if name == target.engine else f', with "engine": "{name}" in a --config file'
-    text = f"spindle serve --model {folder}{option}: engine {name}"
-    return [*findings, Finding("serve", OK, text)]
-
-
-def _weights(config: dict[str, Any]) -> str:
-    """Return how engines read the quantised weights of a folder; '' where it has none."""
-    method = quantization_of(config)[0]
-    if not method:
-        return ""
-    reasons: dict[str, str] = {}
-    for name, kind in KINDS.items():
-        misfit = kind.answer("misfit_of_four_bits", None)
-        if misfit is not None and not (reason := misfit(config)):
-            note = f"{name} keeps them on CPUs (dtype int4), other engines widen them to bf16"
-            price = kind.answer("price_of_four_bits", str)(config)
-            return f"quantised ({method}); {note}; {price}"
-        reasons |= {name: reason} if misfit is not None else {}
-    why = "".join(f"; {name} has no dtype int4 for it: {why}" for name, why in reasons.items())
-    return f"quantised ({method}); every engine widens them to bf16 when it loads them{why}"
-
-
-def _refusal(folder: Path) -> str:
-    """Return why starting would refuse a folder, whatever the engine; '' where it would not."""
-    from backend.model_folders import check_target
-
-    try:
-        check_target("--model", folder)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def _ask(name: str, folder: Path, machine: Machine) -> Finding:
-    """Return what an engine's kind says of a folder."""
-    from backend.engines import memory
-    from backend.engines.registry import module_of
-
-    device = "cpu" if "cpu" in KINDS[name].automatic else "cuda"
-    wanted_engine = EngineConfig(engine=name, model=str(folder), device=device)
-    if folder.is_dir() and (reason := why_not(name, wanted_engine, machine)):
-        return Finding(name, WARNING, f"cannot: {reason}")
-    try:
-        target = {"engine": name, "model": str(folder), "device": device}
-        config = parse_config({"target": target}, machine)
-        engine = config.target
-        kind = module_of(engine)
-        kind.check_folder("--model", engine, config, lambda _: folder)
-        planned = {name: kind.footprint(engine, config, folder)}
-        free = {device: memory.available_bytes(engine, machine)}
-        line = memory.check(planned, free, memory.process_bytes(config))
-    except ValueError as error:
-        return Finding(name, WARNING, f"cannot: {error}")
-    return Finding(name, OK, f"can, in {engine.dtype}; {line}")

@@ -17,8 +17,7 @@ from backend.config import DEFAULT_CONFIG, parse_config
 from backend.engine_config import EMBEDDED_MODEL
 from backend.engines.models.reading import read_spec
 from backend.engines.openvino.graph_cache import bring_graph
-from backend.launcher import doctor
-from backend.launcher.doctor import check_engines, report_model
+from backend.launcher import doctor, model_report
 from backend.storage import cache
 from engines_build.prepare import prepare
 from tests.fakes.checkpoints import LFS_POINTER, folder
@@ -310,7 +309,7 @@ def test_a_plan_that_a_gpu_has_no_room_for_is_missing(tmp_path):
 def test_a_folder_is_asked_of_every_engine(tmp_path, capsys):
     model = tiny(tmp_path)
     machine = FakeMachine(flags=BF16_FLAGS)
-    assert report_model(str(model), as_json=True, machine=machine) == 0
+    assert model_report.report(str(model), as_json=True, machine=machine) == 0
     found = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
     assert found["openvino"]["text"].startswith("can, in bf16; memory: cpu has ")
     assert found["torch"]["state"] == "ok"
@@ -330,7 +329,10 @@ def test_quantised_weights_are_named(tmp_path, capsys):
         ({"group_size": 128}, "openvino keeps them on CPUs (dtype int4), other", "int4"),
     ):
         model = tiny(tmp_path / dtype, quantization_config=quantization | more)
-        assert report_model(str(model), as_json=True, machine=FakeMachine(flags=BF16_FLAGS)) == 0
+        assert (
+            model_report.report(str(model), as_json=True, machine=FakeMachine(flags=BF16_FLAGS))
+            == 0
+        )
         found = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
         assert found["weights"]["text"].startswith(f"quantised (gptq); {text}")
         assert found["openvino"]["text"].startswith(f"can, in {dtype}; memory")
@@ -341,7 +343,7 @@ def test_quantised_weights_are_named(tmp_path, capsys):
 def test_groups_that_verify_slowly_are_named(tmp_path):
     quantization = {"quant_method": "gptq", "bits": 4, "group_size": 32}
     model = tiny(tmp_path / "model", quantization_config=quantization)
-    weights = check_engines(str(model), FakeMachine(flags=BF16_FLAGS))[0]
+    weights = model_report.check_engines(str(model), FakeMachine(flags=BF16_FLAGS))[0]
     assert "groups of 32 verify slowly with AMX" in weights.text
 
 
@@ -404,7 +406,9 @@ def with_an_index_of_a_missing_part(model):
 def test_what_starting_would_refuse_is_refused(tmp_path, monkeypatch, capsys, damage, words):
     monkeypatch.setenv("SPINDLE_CACHE", str(tmp_path / "cache"))
     damage(model := tiny(tmp_path))
-    assert report_model(str(model), as_json=False, machine=FakeMachine(flags=BF16_FLAGS)) == 1
+    assert (
+        model_report.report(str(model), as_json=False, machine=FakeMachine(flags=BF16_FLAGS)) == 1
+    )
     shown = capsys.readouterr().out
     assert "can, in" not in shown
     assert re.search(words, shown)
