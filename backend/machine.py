@@ -35,6 +35,8 @@ _INSTRUCTIONS = (
 
 _INT8 = {"avx_vnni", "avx512_vnni", "amx_int8"}
 
+_CONVERTERS = ("torch", "transformers", "gguf")
+"""Packages that convert a model the first time it is served."""
 _PACKAGES = ("torch", "openvino", "numpy", "tokenizers", "tritonclient", "nvidia-pytriton")
 
 _QUIET_SHARE = 0.9
@@ -182,6 +184,10 @@ class Machine:
         with contextlib.suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
         return None
+
+    def lacking_converters(self) -> list[str]:
+        """Return the packages that convert a model and are not installed."""
+        return [name for name in _CONVERTERS if not self.package_version(name)]
 
     def versions(self) -> dict[str, str]:
         """Return the versions of Python and of the installed packages that time depends on."""

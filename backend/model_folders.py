@@ -109,12 +109,13 @@ def check_folders(config: ServingConfig) -> None:
 
 def check_packages(config: ServingConfig, machine: Machine = machine) -> None:
     """Raise ConfigError for a model that is not converted yet where packages for it are missing."""
-    lacking, engines = cache.lacking_packages(machine), timed_engines(config)
+    lacking, engines = machine.lacking_converters(), timed_engines(config)
     if lacking and any(engine.model == EMBEDDED_MODEL for engine in engines):
         try:
             cache.check(cache.model_folder(EMBEDDED_MODEL))
         except cache.CacheError:
-            raise cache.lacks(f"converting {EMBEDDED_MODEL}", ", ".join(lacking)) from None
+            with cache.require_packages(f"converting {EMBEDDED_MODEL}"):
+                raise ModuleNotFoundError(name=lacking[0]) from None
     if {"torch", "transformers"} & {*lacking}:
         convert_folders(config, str)  # raises, unless all are converted
 

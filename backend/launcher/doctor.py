@@ -122,7 +122,7 @@ def packages(machine: Machine, pins: list[tuple[str, str]]) -> Finding:
 
 def conversion(machine: Machine, pins: list[tuple[str, str]]) -> Finding:
     """Say whether a model that was not served before can be: its folder is converted first."""
-    if lacking := cache.lacking_packages(machine):
+    if lacking := machine.lacking_converters():
         text = f"{', '.join(lacking)} not installed: only models that were served before are served"
         return Finding("conversion", WARNING, f"{text}; for others, install spindle[convert]")
     versions = packages(machine, pins)

@@ -19,11 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from backend.checked_settings import ConfigError
-from backend.machine import Machine, machine
+from backend.machine import machine
 
 MANIFEST = "manifest.json"
-CONVERTERS = ("torch", "transformers", "gguf")
-"""Packages that convert a model the first time it is served."""
 _FOLDERS = ("models", "graphs", "heads", "decoders", "latency", "learned", "remembered")
 
 
@@ -176,18 +174,9 @@ def require_packages(work: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise lacks(work, f"the package {error.name}") from None
-
-
-def lacks(work: str, packages: str) -> ConfigError:
-    """Return the error of work that needs packages, with the extra to install."""
-    text = f"{work} needs {packages}: install spindle[convert] (in a clone: make serve)"
-    return ConfigError(f"{text}, or copy the cache {root()} from a machine that served the model")
-
-
-def lacking_packages(machine: Machine = machine) -> list[str]:
-    """Return the packages that convert a model and are not installed."""
-    return [name for name in CONVERTERS if not machine.package_version(name)]
+        text = f"{work} needs the package {error.name}: install spindle[convert]"
+        other = f"or copy the cache {root()} from a machine that has served the model"
+        raise ConfigError(f"{text} (in a clone: make serve), {other}") from None
 
 
 def package_versions(*names: str) -> dict[str, str]:

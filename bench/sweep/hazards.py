@@ -32,7 +32,7 @@ Observed = tuple[Key, str, int, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hazards:
-    """What the requests of a sweep's blocks would accept."""
+    """The acceptance of the requests of a sweep's blocks, as fixed choices saw it."""
 
     hazard: FloatArray  # [requests, drafts]
     match_rate: FloatArray  # [requests, drafts], how often a draft that needs a match had one

@@ -109,7 +109,7 @@ def test_without_torch_only_models_that_were_served_before_will_be(
     found = {finding.name: finding for finding in doctor.check_everything(bare)}
     assert (found["packages"].state, found["conversion"].state) == ("ok", "warning")
     assert "torch, transformers, gguf not installed" in found["conversion"].text
-    text = f"converting {EMBEDDED_MODEL} needs torch, transformers, gguf: install spindle[convert]"
+    text = f"converting {EMBEDDED_MODEL} needs the package torch: install spindle[convert]"
     assert found["model"].state == "missing"
     assert found["model"].text.startswith(text)
 

@@ -63,7 +63,7 @@ class PublishedHead:
     """A published head in the names of ``folder``."""
 
     shape: EagleShape
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Tensor]  # of any shape, such as [rows, columns]
     dialect: str
     states_layers: bool
     """Whether ``config.json`` names the layers that it reads."""

@@ -52,8 +52,7 @@ class _TextColumns:
 
     columns: Columns
     rows: Floats  # [n, hidden]
-    read: int = 0
-    """Tokens that were looked at."""
+    read: int = 0  # tokens that were looked at
 
 
 @dataclass(frozen=True, slots=True, eq=False)
