@@ -155,7 +155,7 @@ class Server:
         self._selector = selectors.DefaultSelector()
         self._waker, self._woken = socket.socketpair()
         self._wake_sent = False
-        self._is_held = False
+        self._is_on_hold = False
         self._dirty: deque[StubConnection] = deque()
         self.connections: set[StubConnection] = set()
         self._tokenizers = ThreadPoolExecutor(1, "tokenizer")
@@ -170,15 +170,15 @@ class Server:
         """Send a message when the IO thread next runs."""
         connection.frames.append(frame(message))
         self._dirty.append(connection)
-        if not self._is_held:  # read after the append: one of the two threads sees the other's
+        if not self._is_on_hold:  # read after the append: one of the two threads sees the other's
             self._wake()
 
-    def hold(self, is_held: bool) -> None:
+    def hold(self, is_on_hold: bool) -> None:
         """Let posted messages wait until this is called with False (the loop's thread). Else the IO
         thread would take the interpreter from a loop that has its next step to plan.
         """
-        self._is_held = is_held
-        if not is_held and self._dirty:
+        self._is_on_hold = is_on_hold
+        if not is_on_hold and self._dirty:
             self._wake()
 
     def _wake(self) -> None:

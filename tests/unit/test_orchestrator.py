@@ -41,13 +41,13 @@ def plain_text(prompt, max_tokens=20):
     return sink.text
 
 
-def test_no_reply_is_held_while_an_engine_works_or_nothing_is_left():
-    world, held, working = World(), [False], []
-    world.loop.hold_replies = held.append
+def test_no_reply_waits_while_an_engine_works_or_nothing_is_left():
+    world, holds, working = World(), [False], []
+    world.loop.hold_replies = holds.append
 
     def watched(poll):
         def watch(timeout_s):
-            working.append(held[-1])
+            working.append(holds[-1])
             return poll(timeout_s)
 
         return watch
@@ -57,10 +57,10 @@ def test_no_reply_is_held_while_an_engine_works_or_nothing_is_left():
     world.submit("one", 30)
     world.submit("another", 5)
     world.run()
-    assert any(held), "every reply wakes another thread"
+    assert any(holds), "every reply wakes another thread"
     assert working
     assert not any(working)
-    assert not held[-1]
+    assert not holds[-1]
 
 
 @pytest.mark.parametrize("needs", [True, False])

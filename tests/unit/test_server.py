@@ -59,7 +59,7 @@ def test_a_post_while_the_waker_is_read_does_not_silence_the_next_one(server):
     assert select.select([woken], [], [], 0)[0], "the IO thread would sleep on"
 
 
-def test_held_messages_wake_the_io_thread_once_they_are_released(server):
+def test_waiting_messages_wake_the_io_thread_once_they_are_released(server):
     connection, _far = connected()
 
     def is_woken():
