@@ -61,6 +61,8 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 """Shapes of Llama 3.2."""
 
+REST = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
+
 KEPT: list[Any] = []
 """Functions that llama.cpp may call until the process ends."""
 
@@ -120,12 +122,11 @@ def write_folder(shape: dict[str, int], folder: Path) -> Path:
         "format": "pack-quantized",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
     }
-    config = shape | {
+    config = {
+        **shape,
+        **REST,
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
         "tie_word_embeddings": True,
         "quantization_config": quantization,
     }
@@ -139,19 +140,10 @@ def write_gguf(shape: dict[str, int], kind: str, file: Path) -> Path:
     """Write a GGUF file with random blocks of this kind."""
     import gguf
 
+    from bench.peers.models import add_config, finish
+
     writer = gguf.GGUFWriter(file, "llama")
-    writer.add_context_length(4096)
-    writer.add_embedding_length(shape["hidden_size"])
-    writer.add_block_count(shape["num_hidden_layers"])
-    writer.add_feed_forward_length(shape["intermediate_size"])
-    writer.add_head_count(shape["num_attention_heads"])
-    writer.add_head_count_kv(shape["num_key_value_heads"])
-    writer.add_key_length(shape["head_dim"])
-    writer.add_value_length(shape["head_dim"])
-    writer.add_rope_dimension_count(shape["head_dim"])
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(500000.0)
-    writer.add_vocab_size(shape["vocab_size"])
+    add_config(writer, shape | REST)
     writer.add_string("tokenizer.ggml.model", "none")
     rng = np.random.default_rng(0)
 
@@ -177,10 +169,7 @@ def write_gguf(shape: dict[str, int], kind: str, file: Path) -> Path:
             writer.add_tensor(f"blk.{layer}.{name}.weight", norm)
         for name, (rows, columns) in matrices(shape).items():
             add(f"blk.{layer}.{name}.weight", rows, columns, kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return file
 
 

@@ -68,16 +68,14 @@ def as_gguf(folder: Path, target: Path, kind: str) -> Path:
         source = whole_head(folder)
         config = json.loads((source / "config.json").read_text("utf-8"))
         writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}"])
-        _add_config(writer, folder.name, config)
+        writer.add_name(folder.name)
+        add_config(writer, config)
         _add_tokenizer(writer, target)
         for name, tensor in _tensors(source).items():
             _add_tensor(
                 writer, name, tensor.float().numpy(), config, gguf.GGMLQuantizationType[kind]
             )
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        finish(writer)
         os.replace(part, place)
     return place
 
@@ -98,8 +96,16 @@ def _tensors(folder: Path) -> Tensors:
     }
 
 
-def _add_config(writer: gguf.GGUFWriter, name: str, config: dict[str, Any]) -> None:
-    writer.add_name(name)
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write what was added."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """Add the shape of a model, as ``config.json`` has it."""
     writer.add_vocab_size(config["vocab_size"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])

@@ -15,8 +15,8 @@ from backend.tokenizer import ByteTokenizer, load_tokenizer
 from bench.peers import arms as peer_arms
 from bench.peers import models as peer_models
 from bench.peers import run as peers
-from bench.peers.arms import WORKERS, PeerArm, Peers, environment
-from bench.peers.worker import Transformers, _Clock, _events
+from bench.peers.arms import WORKERS, PeerArm, Peers
+from bench.peers.worker import _Clock
 from bench.servers import OfferedLoad, ServedReply
 from engines_build.convert import checkpoint_name, unpermute
 from tests.fakes.machine import AVX2_FLAGS, BF16_FLAGS, FakeMachine
@@ -34,26 +34,6 @@ def cache_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("SPINDLE_CACHE", str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("kind", "asked"), [("plain", [["a", "b"], ["c"]]), ("lookup", [["a"], ["b"], ["c"]])]
-)
-def test_a_stack_that_batches_gets_as_many_requests_at_once_as_are_in_flight(
-    kind, asked, monkeypatch
-):
-    seen = []
-    stack = object.__new__(Transformers)
-    stack._batches = kind == "plain"
-    monkeypatch.setattr(
-        stack,
-        "_generate",
-        lambda prompts, _: (seen.append(prompts), ([[1]] * len(prompts), 0.0))[1],
-    )
-    replies = stack.serve(["a", "b", "c"], 2, 2)
-    assert seen == asked
-    assert [reply["tokens"] for reply in replies] == [[1], [1], [1]]
-    assert all(reply["total_s"] > 0 for reply in replies)
-
-
 def test_a_workers_reply_ends_with_the_token_that_ends_the_text():
     clock = _Clock()
     clock.begin()
@@ -62,10 +42,6 @@ def test_a_workers_reply_ends_with_the_token_that_ends_the_text():
     reply = clock.as_reply([0, 2])
     assert reply["tokens"] == [5, 6, 2]
     assert 0 < reply["first_s"] <= reply["total_s"]
-
-
-def test_the_events_of_a_stream_are_read_without_its_end():
-    assert [*_events([b'data: {"a": 1}\n', b"\n", b"data: [DONE]\n"])] == [{"a": 1}]
 
 
 def test_a_peer_answers_over_its_pipe_and_its_end_is_an_error():
@@ -243,10 +219,6 @@ def test_transformers_serves_plain_and_with_lookup_the_same_text():
         texts[kind] = [reply.text for reply in served.replies]
         assert all(0 < reply.output_tokens <= 8 for reply in served.replies)
     assert texts["plain"] == texts["lookup"]
-
-
-def test_environments_are_in_the_cache(tmp_path):
-    assert environment("vllm") == tmp_path / "peers" / "vllm"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from bench.traces.replay import MEASURED, ReplayOptions, made_up, run
 from bench.traces.world import DEEPEST, World
 from policy import AdaptivePlanner, Outcome, PlannerConfig
 from policy.baselines import FixedLength, NoSpeculation
-from policy.evidence import MATCH_EDGES, bin_of_match
+from policy.evidence import bin_of_match
 from policy.latency import LatencyError, LatencyTable
 from policy.plan import Plan, Policy
 
@@ -328,11 +328,6 @@ def test_a_made_up_confidence_ranks_by_its_quality(world):
     # it is as sure of tokens after one that is not accepted, and half of those would have been
     after = (paths[:, 1] / paths[:, 0])[world.eagle == 0]
     assert 0.3 < (after > 0.5).mean() < 0.9
-
-
-def test_the_rule_s_least_matches_are_all_of_them_classes():
-    assert set(arms.MATCHES) <= set(MATCH_EDGES)
-    assert min(arms.MATCHES) == min(MATCH_EDGES)
 
 
 def test_what_an_arm_needs_is_tuned_jointly_and_then_each_option(world):
