@@ -206,7 +206,6 @@ def advise(
     *,
     by_cpu: bool = False,
     heeds_tables: bool = True,
-    seed: int = 0,
 ) -> Advice:
     """Fit cells and choose. Raises AdviceError for too few."""
     if len({cell.in_flight for cell in cells}) < 2:
@@ -219,11 +218,12 @@ def advise(
     lengths = [*range(0 if knows_zero or has_plain else 1, acceptance.longest + 1)]
     arms = [PLAIN, *lengths] if has_plain else lengths
     speed = {arm: goodput.tokens_per_s(arm, flights) for arm in arms}
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     draws = [
         Goodput.fit(cells, by_cpu=by_cpu, rng=rng, acceptance=acceptance) for _ in range(DRAWS)
     ]
-    wide = _spread_factor(len(cells), int((goodput.times.coefficient > 0).sum()))
+    terms = int((goodput.times.coefficient > 0).sum())
+    wide = float(np.sqrt(len(cells) / max(len(cells) - terms, 1)))  # few cells for the terms
     samples = {}
     for arm in arms:
         ratios = np.array([one.tokens_per_s(arm, flights) for one in draws]) / speed[arm]
@@ -259,11 +259,6 @@ def advise(
         flights.tolist(),
         with_draft,
     )
-
-
-def _spread_factor(cells: int, terms: int) -> float:
-    """Return the factor of the draws' spread for a fit that has few cells for its terms."""
-    return float(np.sqrt(cells / max(cells - terms, 1)))
 
 
 def _rows(

@@ -25,6 +25,8 @@ _ABOVE, _BELOW = 0.2, 0.25
 since the last proposal of a text is cut.
 """
 MOST_IN_FLIGHT = 1 << 16
+_LEAST_REQUESTS = 8
+"""The least of a cell in a block; with n in flight it is at least 1.5 n."""
 _WARM_TOKENS = 12
 """The length of the requests that a load begins with, unmeasured."""
 
@@ -36,8 +38,6 @@ class CampaignSettings:
     bodies: Sequence[Body]
     loads: list[int]
     blocks: int = 2
-    least_requests: int = 8
-    """The least of a cell in a block; with n in flight it is at least 1.5 n."""
     most_tokens: int = 256
     """The most that a request may ask for."""
     start_limit_s: float = 1800.0
@@ -49,7 +49,7 @@ class CampaignSettings:
         return sum(n + self.blocks * self._each(n) for n in loads)
 
     def _each(self, in_flight: int) -> int:
-        return max(self.least_requests, in_flight + (in_flight + 1) // 2)
+        return max(_LEAST_REQUESTS, in_flight + (in_flight + 1) // 2)
 
     def slice(self, in_flight: int, block: int, model: str) -> list[Body]:
         """Return the bodies of a block: the same for every length."""

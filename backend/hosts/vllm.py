@@ -247,7 +247,8 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
 
     def _calibrate(self) -> None:
         most = min(self.max_num_running_reqs, self._spindle.serving.limits.max_active_requests)
-        room = self.max_model_len - self._host.k_max - _least_life(self._host.k_max)
+        # A made-up request should be able to emit some tokens more than its proposals.
+        room = self.max_model_len - self._host.k_max - 16 * (self._host.k_max + 1)
         # A prompt that fills a step's budget is cut; the KV of all rows must be there too.
         longest = min(room, self.max_num_scheduled_tokens)
         planned = shapes(most, self._host.k_max, longest, drafter=self._own_drafter)
@@ -359,11 +360,6 @@ def _decodes(request: Request) -> bool:
         and request.num_output_tokens + in_flight > 0
         and request.sampling_params is not None
     )
-
-
-def _least_life(k_max: int) -> int:
-    """Return the tokens that a made-up request should be able to emit."""
-    return 16 * (k_max + 1)
 
 
 def _without_made_up(outputs: Any) -> Any:

@@ -139,13 +139,14 @@ def call_format(template: str) -> CallFormat | None:
     """
     if "tools" not in template:
         return None
-    form = next((form for form in FORMATS if _is_taught(form, template)), None)
+    taught = (
+        form
+        for form in FORMATS
+        if form.also in template and any(mark in template for mark in form.marks)
+    )
+    form = next(taught, None)
     is_json = form is not None and isinstance(form.notation, JsonNotation)
     return None if is_json and _OTHER_NOTATION in template else form
-
-
-def _is_taught(form: CallFormat, template: str) -> bool:
-    return form.also in template and any(mark in template for mark in form.marks)
 
 
 @dataclass(slots=True)

@@ -62,15 +62,11 @@ class _Closer:
             return schema
         if _is_put_together(schema):
             return self._close_parts(schema)
-        closed = self._close_inside(schema)
+        closed = {key: self._close_value(key, value) for key, value in schema.items()}
         parts = any(key in schema for key in (*_PARTS, "$ref", "const", "enum"))
         if _is_object(schema) and not parts and not any(key in schema for key in _DECLARED_OPEN):
             closed["additionalProperties"] = False
         return closed
-
-    def _close_inside(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Return a schema with the objects inside it closed, and itself as it is."""
-        return {key: self._close_value(key, value) for key, value in schema.items()}
 
     def _close_value(self, key: str, value: Any) -> Any:
         if key in DATA:

@@ -287,7 +287,7 @@ class ChatRequest(CompletionOptions):
         """Check what must be given together."""
         if self.top_logprobs is not None and not self.logprobs:
             raise wrong("top_logprobs needs logprobs true", "top_logprobs")
-        names, wanted = self.function_names(), self.tool_choice
+        names, wanted = [tool.function.name for tool in self.tools or ()], self.tool_choice
         if wanted is not None and wanted.type == "required" and not names:
             raise wrong("tool_choice required needs tools", "tool_choice")
         if wanted is not None and wanted.function is not None and wanted.function.name not in names:
@@ -296,10 +296,6 @@ class ChatRequest(CompletionOptions):
                 "tool_choice",
             )
         return self
-
-    def function_names(self) -> list[str]:
-        """Return the names of the tools."""
-        return [tool.function.name for tool in self.tools or ()]
 
 
 class TokenizeRequest(JsonObject):

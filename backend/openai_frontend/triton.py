@@ -77,7 +77,6 @@ class Triton:
         most_texts: int,
         special_tokens: Mapping[str, int],
         admin_secret: str = "",
-        model: str = "tensorrt_llm_bls",
     ) -> None:
         """``most_texts`` of one body are asked for at once; ``special_tokens`` are ids by name;
         ``admin_secret`` is sent with administrative commands.
@@ -87,7 +86,6 @@ class Triton:
         self._most_texts = most_texts
         self._admin_secret = admin_secret
         self._client = grpcclient.InferenceServerClient(address, channel_args=CHANNEL_OPTIONS)
-        self._model = model
 
     async def close(self) -> None:
         """Close the connection."""
@@ -174,7 +172,7 @@ class Triton:
             while (index := await texts.next()) is not None:
                 prompt, sequence = divmod(index, n)
                 yield {
-                    "model_name": self._model,
+                    "model_name": "tensorrt_llm_bls",
                     "inputs": inputs[prompt] + _seed_of(seed, sequence),
                     "request_id": f"{body}/{index}",
                     "parameters": {ERRORS_AS_OUTPUTS: True},
@@ -190,7 +188,8 @@ class Triton:
                 try:
                     piece = _piece(result, names, *divmod(index, n))
                 except ApiError as error:
-                    if not (_is_full_queue(error) and texts.put_off(index)):
+                    full = error.status == 503 and "maximum queue size" in str(error)
+                    if not (full and texts.put_off(index)):
                         raise
                     continue
                 if piece.finish_reason is not None:
@@ -250,10 +249,6 @@ class _Texts:
         self._in_flight -= 1
         self._put_off.append(index)
         return self._in_flight > 0
-
-
-def _is_full_queue(error: ApiError) -> bool:
-    return error.status == 503 and "maximum queue size" in str(error)
 
 
 def _seed_of(seed: int | None, sequence: int) -> list[Any]:

@@ -48,6 +48,7 @@ def export(latest: Latest, max_requests: int, cpu_only: bool, gauge: Callable[..
     """
     used_blocks, free_blocks = latest.kv_blocks.get("used", 0), latest.kv_blocks.get("free", 0)
     scheduled = latest.decoding + latest.prefilling
+    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
     families: dict[tuple[str, str], dict[str, float]] = {
         ("nv_trt_llm_request_metrics", "request_type"): {
             "active": latest.active + latest.queued,
@@ -57,7 +58,7 @@ def export(latest: Latest, max_requests: int, cpu_only: bool, gauge: Callable[..
             "waiting": latest.active + latest.queued - scheduled,
         },
         ("nv_trt_llm_runtime_memory_metrics", "memory_type"): {
-            "cpu": _resident_bytes(),
+            "cpu": resident_pages * os.sysconf("SC_PAGE_SIZE"),
             **({"gpu": 0, "pinned": 0} if cpu_only else {}),
         },
         ("nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type"): {
@@ -84,7 +85,3 @@ def export(latest: Latest, max_requests: int, cpu_only: bool, gauge: Callable[..
     for (name, label), series in families.items():
         for kind, value in series.items():
             gauge(name, value, **{label: kind}, **MODEL)
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -16,7 +16,7 @@ from itertools import islice
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from backend.ops.request_trace import Broken, Ended, RequestTrace, TracedStep
+from backend.ops.request_trace import Broken, RequestTrace, TracedStep
 from backend.ops.stats import StepStats
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def spans_of(trace: RequestTrace, tracer: Tracer) -> Iterator[ReadableSpan]:
     """Yield an ended trace's spans: ``spindle.request`` under the caller's span, in it the phases,
     in them their steps.
     """
-    from opentelemetry.trace import set_span_in_context
+    from opentelemetry.trace import Status, StatusCode, set_span_in_context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     def at(seconds: float) -> int:
@@ -163,15 +163,9 @@ def spans_of(trace: RequestTrace, tracer: Tracer) -> Iterator[ReadableSpan]:
         yield end(span, end_s)
     if (first := next((step for step in trace.steps if step.emitted), None)) is not None:
         request.add_event("first_token", timestamp=at(first.ended_s))
-    _mark_error(request, trace.ending)
+    if isinstance(trace.ending, Broken):
+        request.set_status(Status(StatusCode.ERROR, trace.ending.code))
     yield end(request, trace.ended_s)
-
-
-def _mark_error(span: Any, ending: Ended | Broken | None) -> None:
-    from opentelemetry.trace import Status, StatusCode
-
-    if isinstance(ending, Broken):
-        span.set_status(Status(StatusCode.ERROR, ending.code))
 
 
 def _request_attributes(trace: RequestTrace) -> dict[str, Any]:

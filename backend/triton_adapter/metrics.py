@@ -49,7 +49,8 @@ class MetricExporter:
             if name not in self._families and ":" in name:
                 self._add_foreign(name, labels, kind)
             family, triton_family = self._families[name]
-            _check_labels(family, labels)
+            if set(labels) != set(family.labels):
+                raise ValueError(f"{family.name} has the labels {family.labels}, got {labels}")
             buckets = (
                 {"buckets": list(family.buckets)} if family.kind is MetricKind.HISTOGRAM else {}
             )
@@ -60,8 +61,3 @@ class MetricExporter:
         """Take up a metric of a hosted engine, whose names have a colon (``vllm:...``)."""
         family = Metric(name, kind, f"{name.partition(':')[0]}'s own", tuple(labels))
         self._families[name] = family, self._make_family(family)
-
-
-def _check_labels(family: Metric, labels: dict[str, str]) -> None:
-    if set(labels) != set(family.labels):
-        raise ValueError(f"{family.name} has the labels {family.labels}, got {labels}")

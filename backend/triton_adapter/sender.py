@@ -72,8 +72,8 @@ class Senders:
     any thread.
     """
 
-    def __init__(self, cancel: Callable[[int], None], shards: int = SHARDS) -> None:
-        self._shards = [_Shard(cancel, index) for index in range(shards)]
+    def __init__(self, cancel: Callable[[int], None]) -> None:
+        self._shards = [_Shard(cancel, index) for index in range(SHARDS)]
 
     def open(self, reply: PendingReply) -> None:
         """Take a request over; call it before its messages can arrive."""
