@@ -11,6 +11,7 @@ from backend.request import SamplingParams
 from tests.fakes.markov import _UNLIKELY_LOGIT, ORDER, VOCAB_SIZE, _candidates
 
 LETTER_LOGITS = [4.0 + math.log(share) for share in (0.6, 0.25, 0.1, 0.05)]
+BANNED = -1e30
 
 
 def processed(
@@ -35,10 +36,10 @@ def processed(
             token
         )
     if len(tokens) - prompt_tokens < sampling.min_tokens:
-        scores[list(sampling.end_ids)] = -1e30
+        scores[list(sampling.end_ids)] = BANNED
     for *head, last in sampling.bad_words:
         if tokens[len(tokens) - len(head) :] == head:
-            scores[last] = -1e30
+            scores[last] = BANNED
     if sampling.guide is not None:
         allowed: Any = sampling.guide.mask(tokens[prompt_tokens:])
         scores[np.logical_not(allowed)] = -2e30

@@ -13,11 +13,12 @@ from backend.engines.cuda.lookahead import LookaheadEngine, _SubmittedTurns
 from backend.engines.head.folder import HeadConfig
 from backend.engines.head.in_target import HeadInTarget
 from backend.engines.head.network import HeadNetwork
-from backend.engines.port import AFTER, Engine, Turn
+from backend.engines.port import AFTER, Turn
 from backend.request import SamplingParams
-from tests.contract import checks, deployment, scenarios
+from tests.contract import checks, deployment, heads
 from tests.contract.cuda_engines import on_cuda_engine
 from tests.contract.deployment import K_MAX, TAPS, VOCAB
+from tests.contract.heads import HEAD
 from tests.contract.scenarios import (
     ALIKE,
     BUSY,
@@ -68,9 +69,6 @@ def test_it_is_exact_at_the_sizes_of_graphs(name: str) -> None:
         checks.exact(scenario, *properties)
 
 
-HEAD = 1
-"""The column of a head that the target runs, in the place of the draft ``near``."""
-
 WITH_HEAD = ((HEAD, 4), (4, 3), (7, 4), (6, 4), (5, 2), (HEAD, 2), (NO_DRAFT, 0), (7, 4), (6, 3))
 
 ON_DEVICE = (
@@ -103,7 +101,7 @@ def head_in_target() -> HeadInTarget:
 def test_it_is_exact_with_lookahead(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scenario, _ = AHEAD[name]
     ways: Counter[str] = Counter()
-    launch, drafts = LookaheadEngine._launch, scenarios.new_drafts
+    launch = LookaheadEngine._launch
 
     def noted(engine: LookaheadEngine, turns: Sequence[Turn]) -> _SubmittedTurns:
         submission = launch(engine, turns)
@@ -113,16 +111,11 @@ def test_it_is_exact_with_lookahead(name: str, monkeypatch: pytest.MonkeyPatch) 
         ways["by host"] += len(submission.by_host)
         return submission
 
-    def with_head() -> list[Engine]:
-        made = drafts()
-        made[HEAD] = head_in_target()
-        return made
-
     monkeypatch.setattr(LookaheadEngine, "_launch", noted)
     if name != "plain":
         scenario = replace(scenario, script=WITH_HEAD)
     with on_cuda_engine(scenario, lookahead=True):
-        monkeypatch.setattr(scenarios, "new_drafts", with_head)
+        heads.patch_in(monkeypatch, head_in_target)
         checks.exact(scenario, checks.texts)
     expected = {"after"} if name == "plain" else {"after", "head", "host's proposal"}
     if name in ("options", "plain", "little KV"):

@@ -22,16 +22,10 @@ from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence
 from engines_build.timing import Rig
 from policy.evidence import PAST_TRAINED
 from tests.contract.eagle_reference import EagleReference
+from tests.fakes.checkpoints import LLAMA3
 from tests.fakes.eagle import random_head
 
 BLOCKS = 24
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 KINDS = {
     "plain": {},
     "whole vocabulary": {"draft_vocab_size": 96},

@@ -4,7 +4,7 @@ about, and no text depends on it.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from math import log
 
 import numpy as np
@@ -15,29 +15,16 @@ from backend.engines.eagle.engine import EagleEngine
 from backend.engines.eagle.model import EagleModel
 from backend.engines.port import HiddenStates, Turn
 from backend.engines.spine import CANDIDATES
-from backend.engines.stepping.engine import StepEngine
 from backend.sequence import Sequence
 from tests.contract import checks, deployment, scenarios
 from tests.contract.cuda_engines import on_cuda_engine
 from tests.contract.deployment import BLOCKS, K_MAX, MAX_CONTEXT_TOKENS, TAPS, VOCAB
 from tests.contract.eagle_reference import EagleReference
+from tests.contract.heads import HEAD, SCENARIOS, absorb_another_row, serve
 from tests.contract.openvino_engines import on_openvino, with_larger_heads
-from tests.contract.scenarios import (
-    ALIKE,
-    BUSY,
-    CRAMPED,
-    CROWDED,
-    MIXED,
-    NO_DRAFT,
-    UNEVEN,
-)
+from tests.contract.scenarios import BUSY, CROWDED
 from tests.contract.test_eagle import poison
 from tests.fakes.eagle import random_head
-
-HEAD = 1
-"""Its column, in the place of the draft ``near``."""
-
-SCRIPT = ((HEAD, 4), (HEAD, 2), (7, 4), (4, 3), (HEAD, 3), (NO_DRAFT, 0), (HEAD, 1), (0, 3))
 
 
 def head():
@@ -85,24 +72,6 @@ class RecordedEagle(EagleEngine):
         return found
 
 
-@pytest.fixture
-def served(monkeypatch):
-    def serve(scenario, **options):
-        plain = scenarios.new_drafts
-
-        def drafts():
-            made = plain()
-            made[HEAD] = RecordedEagle(**options)
-            return made
-
-        monkeypatch.setattr(scenarios, "new_drafts", drafts)
-        done = scenarios.serve(replace(scenario, script=SCRIPT))
-        monkeypatch.setattr(scenarios, "new_drafts", plain)
-        return done
-
-    return serve
-
-
 def alone(tokens, states, sequence, run, width):
     """Its proposal for one text whose states all come at once."""
     engine = RecordedEagle(width)
@@ -137,58 +106,31 @@ def check_proposals(done, width=1, tolerance=1e-4):
                 assert log(confidence) == pytest.approx(expected[path], abs=tolerance), tokens
 
 
-SCENARIOS = {
-    "busy": BUSY,
-    "options": MIXED,
-    "alike": ALIKE,
-    "crowded": CROWDED,
-    "pre-empted": CRAMPED,
-    "uneven": UNEVEN,
-    "chains only": replace(MIXED, nodes=0),
-}
-
-
-@pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS)
-def test_it_proposes_from_all_states_of_the_text_and_no_text_depends_on_it(served, scenario):
-    done = served(scenario)
+@pytest.mark.parametrize(
+    ("scenario", "width"),
+    [*((scenario, 1) for scenario in SCENARIOS.values()), (BUSY, 3)],
+    ids=[*SCENARIOS, "several paths"],
+)
+def test_it_proposes_from_all_states_of_the_text_and_no_text_depends_on_it(scenario, width):
+    done = serve(scenario, partial(RecordedEagle, width))
     checks.texts(done)
-    check_proposals(done)
-
-
-def test_trees_that_go_on_with_several_paths_change_no_text_either(served):
-    done = served(BUSY, width=3)
-    checks.texts(done)
-    check_proposals(done, width=3)
+    check_proposals(done, width)
 
 
 @pytest.mark.parametrize("scenario", [BUSY, CROWDED], ids=["busy", "crowded"])
-def test_openvino_gives_the_same_states(served, scenario):
+def test_openvino_gives_the_same_states(scenario):
     with with_larger_heads():
         with on_openvino(scenario):
-            done = served(scenario)
+            done = serve(scenario, RecordedEagle)
         check_proposals(done, tolerance=5e-3)
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["exact", "padded"])
-def test_the_cuda_engine_gives_the_same_states(served, padded):
+def test_the_cuda_engine_gives_the_same_states(padded):
     with on_cuda_engine(CROWDED, padded=padded):
-        done = served(CROWDED)
+        done = serve(CROWDED, RecordedEagle)
         checks.texts(done)
     check_proposals(done)
-
-
-def rejected_row(patch):
-    kept = StepEngine._take_hidden_states
-
-    def taken(running, states):
-        paths = [(job, job.path) for job, _ in running]
-        for job, path in paths:
-            job.path = [0] * len(path)
-        kept(running, states)
-        for job, path in paths:
-            job.path = path
-
-    patch.setattr(StepEngine, "_take_hidden_states", staticmethod(taken))
 
 
 def state_of_its_own_token(patch):
@@ -203,10 +145,10 @@ def state_of_its_own_token(patch):
     patch.setattr(EagleEngine, "absorb", absorbed)
 
 
-@pytest.mark.parametrize("mutant", [rejected_row, state_of_its_own_token])
-def test_another_row_s_state_is_noticed(served, mutant):
+@pytest.mark.parametrize("mutant", [absorb_another_row, state_of_its_own_token])
+def test_another_row_s_state_is_noticed(mutant):
     with pytest.MonkeyPatch.context() as patch:
         mutant(patch)
-        done = served(BUSY)
+        done = serve(BUSY, RecordedEagle)
     with pytest.raises((AssertionError, KeyError)):
         check_proposals(done)

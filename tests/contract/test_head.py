@@ -22,28 +22,15 @@ from backend.engines.head.network import HeadNetwork, TorchHead
 from backend.engines.head.openvino import OpenvinoHead
 from backend.engines.port import HiddenStates, Turn
 from backend.engines.registry import Service
-from backend.engines.stepping.engine import StepEngine
 from backend.request import SamplingParams
 from backend.sampling.randomness import word
 from backend.sequence import Sequence
 from engines_build.timing import Rig
 from tests.contract import checks, deployment, scenarios
 from tests.contract.deployment import K_MAX, TAPS, VOCAB
+from tests.contract.heads import HEAD, SCENARIOS, absorb_another_row, serve
 from tests.contract.openvino_engines import on_openvino, with_larger_heads
-from tests.contract.scenarios import (
-    ALIKE,
-    BUSY,
-    CRAMPED,
-    CROWDED,
-    MIXED,
-    NO_DRAFT,
-    UNEVEN,
-)
-
-HEAD = 1
-"""Its column, in the place of the draft ``near``."""
-
-SCRIPT = ((HEAD, 4), (HEAD, 2), (7, 4), (4, 3), (HEAD, 3), (NO_DRAFT, 0), (HEAD, 1), (0, 3))
+from tests.contract.scenarios import BUSY, CROWDED
 
 
 def network(seed=0):
@@ -82,24 +69,6 @@ class RecordedHead(HeadEngine):
         return found
 
 
-@pytest.fixture
-def served(monkeypatch):
-    def serve(scenario):
-        plain = scenarios.new_drafts
-
-        def drafts():
-            made = plain()
-            made[HEAD] = RecordedHead()
-            return made
-
-        monkeypatch.setattr(scenarios, "new_drafts", drafts)
-        done = scenarios.serve(replace(scenario, script=SCRIPT))
-        monkeypatch.setattr(scenarios, "new_drafts", plain)
-        return done
-
-    return serve
-
-
 def check_states(done, tolerance=1e-5):
     """Every proposal was made of the states of the text but its last token."""
     noted = done.deployment.drafts[HEAD].noted
@@ -121,45 +90,20 @@ def check_proposals(done):
         assert alone.poll(0.0)[0].proposal.tokens == proposal.tokens
 
 
-SCENARIOS = {
-    "busy": BUSY,
-    "options": MIXED,
-    "alike": ALIKE,
-    "crowded": CROWDED,
-    "pre-empted": CRAMPED,
-    "uneven": UNEVEN,
-    "chains only": replace(MIXED, nodes=0),
-}
-
-
 @pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS)
-def test_it_reads_the_state_of_the_last_token_and_no_text_depends_on_it(served, scenario):
-    done = served(scenario)
+def test_it_reads_the_state_of_the_last_token_and_no_text_depends_on_it(scenario):
+    done = serve(scenario, RecordedHead)
     checks.texts(done)
     check_states(done)
     check_proposals(done)
 
 
 @pytest.mark.parametrize("scenario", [BUSY, CROWDED], ids=["busy", "crowded"])
-def test_openvino_gives_the_same_states(served, scenario):
+def test_openvino_gives_the_same_states(scenario):
     with with_larger_heads():
         with on_openvino(scenario):
-            done = served(scenario)
+            done = serve(scenario, RecordedHead)
         check_states(done, 1e-3)
-
-
-def other_row(patch):
-    kept = StepEngine._take_hidden_states
-
-    def taken(running, states):
-        paths = [(job, job.path) for job, _ in running]
-        for job, path in paths:
-            job.path = [0] * len(path)
-        kept(running, states)
-        for job, path in paths:
-            job.path = path
-
-    patch.setattr(StepEngine, "_take_hidden_states", staticmethod(taken))
 
 
 def old_state(patch):
@@ -176,11 +120,11 @@ def old_state(patch):
     patch.setattr(HeadEngine, "absorb", absorbed)
 
 
-@pytest.mark.parametrize("mutant", [other_row, old_state])
-def test_another_row_s_or_an_old_state_is_noticed(served, mutant):
+@pytest.mark.parametrize("mutant", [absorb_another_row, old_state])
+def test_another_row_s_or_an_old_state_is_noticed(mutant):
     with pytest.MonkeyPatch.context() as patch:
         mutant(patch)
-        done = served(BUSY)
+        done = serve(BUSY, RecordedHead)
     with pytest.raises(AssertionError):
         check_states(done)
 

@@ -10,7 +10,6 @@ from importlib import metadata
 from itertools import cycle
 
 import numpy as np
-import openvino
 import pytest
 import torch
 
@@ -48,6 +47,7 @@ from tests.contract.openvino_engines import (
     with_larger_heads,
 )
 from tests.contract.scenarios import ALIKE, BUSY, CRAMPED, CROWDED, MIXED, TAILED, serve
+from tests.fakes.checkpoints import LLAMA3
 from tests.fakes.llamas import layers_of, torch_engine
 from tests.fakes.llamas import llama as tiny_llama
 
@@ -345,13 +345,6 @@ def test_a_model_whose_products_do_not_keep_them_is_no_promise():
 
 
 FAMILY = tiny_llama(VOCAB, 32, 48, 2, 4, 2, 16)
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
 
 
 @pytest.mark.parametrize(
@@ -423,7 +416,7 @@ def test_the_installed_version_is_the_one_that_is_known():
 BROKEN = """
 import numpy as np
 from backend.engines.openvino.engine import OpenvinoEngine
-from backend.engines.openvino.layout import Layout
+from backend.engines.openvino.layout import Layout, in_calls, paths
 from tests.contract import deployment
 from tests.contract import test_openvino as tests
 
@@ -610,7 +603,3 @@ def test_more_branches_than_a_pass_has_room_for_cost_a_tree_its_branches_only(en
         texts.append([done.tokens[:1] for done in engine.poll(0.0)])
         engine.cancel([turn.sequence.id for turn in turns])
     assert texts[0] == texts[1]
-
-
-def test_the_openvino_that_is_run_is_the_one_that_is_named():
-    assert openvino.__version__.startswith(kinds.KINDS["openvino"].package[1])

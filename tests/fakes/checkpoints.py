@@ -10,6 +10,15 @@ from typing import Any
 VOCABULARY = json.dumps({"model": {"vocab": {"a": 0, "b": 1}}})
 """A tokenizer of two tokens."""
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+"""A rope that is stretched."""
+
 LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00ff\nsize 12345\n"
 """The content of a file that was cloned without Git LFS."""
 

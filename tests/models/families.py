@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.fakes.checkpoints import LLAMA3
+
 BASE = {
     "vocab_size": 256,
     "hidden_size": 64,
@@ -23,14 +25,6 @@ BASE = {
 }
 _WIDE = {"head_dim": 16}
 _WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -77,7 +71,14 @@ _MLA = {
 }
 
 SERVED: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama 3": ("llama", {**_WIDE, "rope_parameters": _LLAMA3, "tie_word_embeddings": True}),
+    "llama 3": (
+        "llama",
+        {
+            **_WIDE,
+            "rope_parameters": {**LLAMA3, "rope_theta": 10000.0},
+            "tie_word_embeddings": True,
+        },
+    ),
     "mistral": ("mistral", {**_WIDE, "sliding_window": None}),
     "mistral, windows": ("mistral", {**_WIDE, "sliding_window": 16}),
     "ministral 3": ("ministral3", {**_WIDE, "rope_parameters": _YARN | _SCALED_YARN}),

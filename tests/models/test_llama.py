@@ -12,6 +12,7 @@ from backend.engines.checkpoint import CheckpointError
 from backend.engines.models import probe
 from backend.engines.models.llama import check_tensors, load_llama, read_llama
 from backend.engines.models.reading import read_spec
+from tests.fakes.checkpoints import LLAMA3
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -22,13 +23,6 @@ CONFIG = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
 }
 
 

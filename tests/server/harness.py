@@ -170,6 +170,13 @@ class Service:
 
         self.wait_until(answers)
 
+    def works(self):
+        """Return whether the service answers a request."""
+        try:
+            return self.generate("again ", 4)[0] == 200
+        except OSError:
+            return False
+
     def stop(self):
         """SIGTERM the launcher and return its status."""
         self.process.send_signal(signal.SIGTERM)
@@ -227,6 +234,15 @@ class Service:
         """A gRPC client on a channel of its own."""
         with grpc.insecure_channel(f"127.0.0.1:{self.grpc}", CHANNEL_OPTIONS) as channel:
             yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
+
+    @contextmanager
+    def streaming(self, prompt, max_tokens):
+        """Stream a text and wait for its beginning; yields a function that returns all of it."""
+        request = endless(prompt, max_tokens)
+        with self.stub() as stub:
+            stream = iter(stub.ModelStreamInfer(iter([request])))
+            first = text_of(next(stream).infer_response)
+            yield lambda: first + "".join(text_of(message.infer_response) for message in stream)
 
     # -- processes
 
@@ -302,6 +318,12 @@ def infer_request(model, request_id="", empty_final=True, **inputs):
             else struct.pack(PACK[dtype], value)
         )
     return request
+
+
+def endless(prompt, max_tokens, model="ensemble"):
+    """Return a raw request of a stream that nothing but ``max_tokens`` ends."""
+    asked = {"max_tokens": max_tokens, "stream": True, "end_id": -1}
+    return infer_request(model, text_input=prompt, empty_final=False, **asked)
 
 
 def text_of(response):

@@ -15,7 +15,7 @@ import pytest
 import tritonclient.grpc as triton
 import tritonclient.grpc.aio as triton_aio
 
-from tests.server.harness import infer_request, text_of
+from tests.server.harness import endless, text_of
 
 LONG = 1500
 STAGES = ("queued", "prefill", "decode")
@@ -48,14 +48,7 @@ def counts(service):
 @contextmanager
 def both_places_taken(service):
     with service.stub() as stub:
-        request = infer_request(
-            "ensemble",
-            text_input="holds its place ",
-            max_tokens=LONG,
-            stream=True,
-            end_id=-1,
-            empty_final=False,
-        )
+        request = endless("holds its place ", LONG)
         calls = [stub.ModelStreamInfer(iter([request])) for _ in range(2)]
         for call in calls:
             next(call)

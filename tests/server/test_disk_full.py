@@ -72,23 +72,16 @@ def unlogged(start_service, tmp_path):
     return start_service(CONFIG, log=Path("/dev/full"), TMPDIR=str(tmp_path))
 
 
-def answers(service):
-    try:
-        return service.generate("works ", 4)[0] == 200
-    except OSError:
-        return False
-
-
 def test_a_full_log_costs_no_request_anything(unlogged):
-    unlogged.wait_until(lambda: answers(unlogged))
+    unlogged.wait_until(unlogged.works)
     engine = unlogged.health()["pid"]
     os.kill(engine, signal.SIGKILL)
-    unlogged.wait_until(lambda: answers(unlogged) and unlogged.health()["pid"] != engine)
+    unlogged.wait_until(lambda: unlogged.works() and unlogged.health()["pid"] != engine)
     stub = unlogged.pid_of("triton_python_backend_stub ", "/ensemble/")
     os.kill(stub, signal.SIGKILL)
     unlogged.wait_until(
         lambda: (
-            answers(unlogged)
+            unlogged.works()
             and unlogged.pid_of("triton_python_backend_stub ", "/ensemble/") != stub
         )
     )

@@ -3,19 +3,15 @@
 """
 
 import json
-import queue
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 
 import numpy as np
 import pytest
-import tritonclient.grpc as grpcclient
 
 from backend.request import SamplingParams
-from backend.triton_adapter.fields import NUMPY_TYPES
 from tests.fakes.markov import ORDER, _candidates
 from tests.options import greedy
-from tests.server.harness import DTYPES
 
 PROMPT, TOKENS = "0123", 60
 PLAIN = bytes(greedy(PROMPT, TOKENS, SamplingParams())[0]).decode()
@@ -119,61 +115,25 @@ def test_log_probabilities_count_the_tokens_of_a_text_that_a_stop_word_cuts(serv
     )
 
 
-def test_without_the_flag_there_are_no_log_probabilities(service):
-    _, reply = service.generate(PROMPT, 4)
-    assert not {"output_log_probs", "cum_log_probs"} & set(reply)
-
-
-def ask(client, replies, model, **inputs):
-    """Send a request on an open stream of tritonclient and return its responses."""
-    tensors = []
-    for name, value in inputs.items():
-        array = np.array([value if isinstance(value, list) else [value]], NUMPY_TYPES[DTYPES[name]])
-        tensors.append(
-            grpcclient.InferInput(
-                name, array.shape, "BYTES" if DTYPES[name] == "STRING" else DTYPES[name]
-            )
-        )
-        tensors[-1].set_data_from_numpy(array)
-    client.async_stream_infer(model, tensors, enable_empty_final_response=True)
-    responses = []
-    while True:
-        result, error = replies.get(timeout=30)
-        assert error is None, error
-        if result.get_response().outputs:
-            responses.append(result)
-        if result.get_response().parameters["triton_final_response"].bool_param:
-            return responses
-
-
-@pytest.fixture
-def ask_over_grpc(service):
-    replies = queue.SimpleQueue()
-    with grpcclient.InferenceServerClient(f"127.0.0.1:{service.grpc}") as client:
-        client.start_stream(lambda result, error: replies.put((result, error)))
-        yield lambda model, **inputs: ask(client, replies, model, **inputs)
-        client.stop_stream()
-
-
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
-def test_tritonclient_gets_the_contracts_shapes(ask_over_grpc, model, stream):
+def test_tritonclient_gets_the_contracts_shapes(client, model, stream):
     inputs, options = CASES["all"]
     text, _, log_probs = expectation(options)
     flags = {"stream": stream, "exclude_input_in_output": True, "return_log_probs": True}
-    responses = ask_over_grpc(model, text_input=PROMPT, max_tokens=TOKENS, **flags, **inputs)
+    asked = {"text_input": PROMPT, "max_tokens": TOKENS, **flags, **inputs}
+    rows = {name: value if isinstance(value, list) else [value] for name, value in asked.items()}
+    responses = client.ask(model, **{name: [row] for name, row in rows.items()})
     assert (len(responses) > 5) == stream
-    parts = [response.as_numpy("output_log_probs") for response in responses]
-    sums = [response.as_numpy("cum_log_probs") for response in responses]
+    parts = [response["output_log_probs"] for response in responses]
+    sums = [response["cum_log_probs"] for response in responses]
     assert {(part.dtype, part.ndim, part.shape[:2]) for part in parts} == {
         (np.dtype(np.float32), 3, (1, 1))
     }
     assert {(total.dtype, total.shape) for total in sums} == {(np.dtype(np.float32), (1, 1))}
     assert np.concatenate(parts, axis=2)[0, 0] == pytest.approx(log_probs, abs=1e-5)
     assert sums[-1].item() == pytest.approx(sum(log_probs), abs=1e-4)
-    assert (
-        b"".join(response.as_numpy("text_output").item() for response in responses).decode() == text
-    )
+    assert b"".join(response["text_output"].item() for response in responses).decode() == text
 
 
 def test_tokens_below_a_share_of_the_likeliest_are_never_drawn_whatever_is_speculated(service):

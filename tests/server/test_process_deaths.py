@@ -73,13 +73,6 @@ def kill_launcher(service):
     service.process.wait()
 
 
-def generates(service):
-    try:
-        return service.generate("again ", 4)[0] == 200
-    except OSError:
-        return False
-
-
 @pytest.mark.parametrize("config", [FAKE, REAL])
 def test_a_killed_launcher_leaves_no_process_and_its_files_until_the_next_start(start, config):
     service = start(config)
@@ -134,7 +127,7 @@ def test_what_dies_serves_again_and_ends_with_the_launcher(start, config, role):
     starts = 1 if role in ("engine", "front end") else 2
     service.wait_until(lambda: service.pids(role) not in ([], [victim]))
     wait_ready(service, starts)
-    service.wait_until(lambda: generates(service))
+    service.wait_until(service.works)
     assert all(len(service.pids(each)) == 1 for each in SERVING)
     log = service.log.read_text(errors="replace")
     assert log.count("spindle: try: curl") == starts
@@ -244,7 +237,7 @@ def test_restarts_of_an_engine_that_keeps_dying_are_counted_and_bounded(start):
     service.wait_until(lambda: said(service, "failure 5 in quick succession: giving up"))
     service.wait_until(lambda: said(service, "of model spindle has died: restarting"))
     wait_ready(service, 2)
-    service.wait_until(lambda: generates(service))
+    service.wait_until(service.works)
     assert service.metric("spindle_engine_restarts_total") == 0
     assert service.stop() == 0
     assert service.left() == {}

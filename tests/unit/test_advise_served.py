@@ -20,6 +20,7 @@ from backend.advise.load import Client
 from backend.advise.scrape import parse
 from backend.advise.verify import Advised, Proof
 from tests.fakes.speculating import Machine, Serving, linear, requests, useless
+from tests.fakes.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "xylophone"
@@ -311,9 +312,7 @@ def test_ctrl_c_ends_the_servers_with_all_their_processes(in_root, tmp_path, log
     process = subprocess.Popen(
         [*words, "--requests", str(log), "--lengths", "0,4"], stderr=subprocess.PIPE, text=True
     )
-    until = time.monotonic() + 20
-    while not marker.exists() and time.monotonic() < until:
-        time.sleep(0.05)
+    wait_until(marker.exists)
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
     with process.stderr:

@@ -9,15 +9,8 @@ from backend.engines.models.rope import rope_tables
 from backend.engines.stepping.chunks import KVTable
 from backend.engines.torch import decoder
 from backend.sequence import BLOCK_TOKENS
+from tests.fakes.checkpoints import LLAMA3
 from tests.fakes.llamas import llama
-
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
 
 
 @pytest.mark.parametrize(

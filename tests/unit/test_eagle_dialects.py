@@ -15,20 +15,13 @@ from backend.published_heads import is_published_head
 from tests.fakes import checkpoints
 from tests.fakes.eagle import DIALECTS, TARGET, published, random_head, write
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 FORMS = {
     "plain": ({}, DIALECTS),
     "every token, the target's rows": ({"draft_vocab_size": 96, "own_head": False}, DIALECTS),
     "its own embedding": ({"own_embedding": True, "hidden_size": 16, "head_dim": 4}, DIALECTS),
     "a bias": ({"fc_bias": True}, DIALECTS),
     "a rope and heads of its own": (
-        {"rope": LLAMA3, "rope_theta": 5e5, "head_dim": 12},
+        {"rope": checkpoints.LLAMA3, "rope_theta": 5e5, "head_dim": 12},
         ("flat", "speculators"),
     ),
     "3.1, all states together": ({"fuse": "joint", "norm_output": True}, ("flat", "speculators")),

@@ -29,6 +29,7 @@ from backend.ipc.messages import (
 )
 from backend.launcher.run_folder import MOST_SOCKET_PATH_BYTES
 from backend.request import ErrorCode, GenerationRequest
+from tests.fakes.waiting import wait_until
 
 pytestmark = pytest.mark.medium
 
@@ -53,6 +54,10 @@ class Client:
 
     def submit(self, request_id, text, max_tokens=20, **options):
         self.send(Submit(id=request_id, request=GenerationRequest(text, max_tokens, **options)))
+
+    def ask(self, command):
+        self.send(Admin(id=9, command=command))
+        return self.until(AdminReply).reply
 
     def receive(self):
         while not self.queue:
@@ -86,11 +91,9 @@ def start(tmp_path):
         ]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         processes.append(process)
-        deadline = time.monotonic() + 30
-        while wait and not path.exists():
+        if wait:
+            wait_until(lambda: path.exists() or process.poll() is not None)
             assert process.poll() is None, process.stderr.read()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
         return process, path
 
     yield begin
@@ -142,12 +145,7 @@ def test_a_cancelled_request_gets_one_error_and_a_closed_connection_frees_its_re
     other.submit(1, "abc", 400, stream=True)
     other.until(Chunk)
     other.sock.close()
-    deadline = time.monotonic() + 1.0
-    while True:
-        client.send(Admin(id=2, command="health"))
-        if client.until(AdminReply).reply["active"] == 0:
-            break
-        assert time.monotonic() < deadline
+    wait_until(lambda: client.ask("health")["active"] == 0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -157,14 +155,6 @@ def test_a_cancelled_request_gets_one_error_and_a_closed_connection_frees_its_re
         (
             {"text_input": "x" * 600, "max_tokens": 5},
             "text_input of 600 tokens is over the limit of 511",
-        ),
-        (
-            {"text_input": "abc", "max_tokens": 600},
-            "max_tokens 600 and a prompt of 3 tokens exceed the context of 512",
-        ),
-        (
-            {"text_input": "abc", "max_tokens": 5, "end_id": 257},
-            "end_id must be -1 or a token id below 257, got 257",
         ),
         ({"text_input": "abc", "max_tokens": 5, "pad_id": -2}, "pad_id must be -1"),
     ],
@@ -226,17 +216,12 @@ def test_a_drain_refuses_what_is_new_and_ends_what_outlasts_it(start):
     }
     process, path = start(config)
     client, watcher = Client(path), Client(path)
-
-    def health():
-        watcher.send(Admin(id=9, command="health"))
-        return watcher.until(AdminReply).reply
-
     client.submit(1, "abc", 1500, end_id=-1)
     client.submit(2, "def", 50, end_id=-1)
-    while health()["unanswered"] < 2:
+    while watcher.ask("health")["unanswered"] < 2:
         pass
     process.send_signal(signal.SIGUSR1)
-    while health()["status"] == "ok":
+    while watcher.ask("health")["status"] == "ok":
         pass
     client.submit(3, "ghi")
     endings = {ending.id: ending for ending in (client.until(Final, Failed) for _ in range(3))}
@@ -244,7 +229,7 @@ def test_a_drain_refuses_what_is_new_and_ends_what_outlasts_it(start):
     for number in (1, 3):
         assert endings[number].code is ErrorCode.UNAVAILABLE
         assert endings[number].message == "the server is shutting down"
-    assert health()["unanswered"] == 0
+    assert watcher.ask("health")["unanswered"] == 0
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     assert process.wait(10) == 0
@@ -253,22 +238,17 @@ def test_a_drain_refuses_what_is_new_and_ends_what_outlasts_it(start):
 def test_a_second_drain_ends_what_runs_at_once(start):
     process, path = start({"target": {"engine": "tests.fakes.fake", "options": {"step_s": 0.05}}})
     client, watcher = Client(path), Client(path)
-
-    def health():
-        watcher.send(Admin(id=9, command="health"))
-        return watcher.until(AdminReply).reply
-
     client.submit(1, "abc", 1900, end_id=-1)
-    while not health()["active"]:
+    while not watcher.ask("health")["active"]:
         pass
     process.send_signal(signal.SIGUSR1)
-    while health()["status"] != "draining":
+    while watcher.ask("health")["status"] != "draining":
         pass
-    assert health()["active"] == 1
+    assert watcher.ask("health")["active"] == 1
     process.send_signal(signal.SIGUSR1)
     ending = client.until(Final, Failed)
     assert (ending.id, ending.code) == (1, ErrorCode.UNAVAILABLE)
-    assert health()["unanswered"] == 0
+    assert watcher.ask("health")["unanswered"] == 0
     process.send_signal(signal.SIGTERM)
     assert process.wait(10) == 0
 
@@ -290,23 +270,18 @@ def test_a_bad_configuration_is_an_exit_status_and_a_sentence(start):
 def test_what_was_learnt_outlasts_a_restart(start, tmp_path, monkeypatch):
     monkeypatch.setenv("SPINDLE_CACHE", str(tmp_path / "cache"))
     config = {**CONFIG, "policy": {"kind": "adaptive"}}
-
-    def known(client):
-        client.send(Admin(id=1, command="learned"))
-        return client.until(AdminReply).reply
-
     process, path = start(config)
     client = Client(path)
-    assert known(client)["restored_age_s"] is None
+    assert client.ask("learned")["restored_age_s"] is None
     for i in range(8):
         client.submit(i, f"a different prompt, number {i}", 60)
     for _ in range(8):
         client.until(Final)
-    before = known(client)
+    before = client.ask("learned")
     process.send_signal(signal.SIGTERM)
     assert process.wait(10) == 0
     _, path = start(config)
-    after = known(Client(path))
+    after = Client(path).ask("learned")
     assert after["restored_age_s"] is not None
     drafts = [data["tenants"][0]["drafts"] for data in (before, after)]
     chains = [np.sum(of["d0"]["reached"]) for of in drafts]

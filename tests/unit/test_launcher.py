@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -47,6 +46,7 @@ from backend.launcher.server import StopSignal, trace_flags
 from backend.triton_adapter.fields import MODELS
 from backend.triton_adapter.stub import config_path, socket_path
 from tests.fakes.machine import FakeMachine
+from tests.fakes.waiting import wait_until
 from tests.unit.test_convert import checkpoint, write_gguf
 
 
@@ -263,13 +263,6 @@ def test_the_configuration_lies_in_the_version_folder_unless_named(monkeypatch):
     assert config_path(args) == Path("/etc/serving.json")
 
 
-def wait_until(condition, limit_s=10.0):
-    deadline = time.monotonic() + limit_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert condition()
-
-
 def sleepers(pid):
     return [child for child in descendants(pid) if command_line(child) == ["sleep", "60"]]
 
@@ -451,9 +444,7 @@ def test_a_log_that_grows_long_is_moved_and_begun_again_under_its_writers(tmp_pa
     path, before = tmp_path / "serve.log", tmp_path / "serve.before.log"
     with open_log(path, most_bytes=9, check_period_s=0.01) as log:
         log.write(b"more than nine")
-        deadline = time.monotonic() + 30
-        while path.stat().st_size and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: not path.stat().st_size)
         log.write(b"new")
         assert (before.read_text(), path.read_text()) == ("more than nine", "new")
 

@@ -1,5 +1,5 @@
 import json
-from time import monotonic, sleep
+from time import monotonic
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,15 +13,9 @@ from backend.storage import cache
 from policy import Policy
 from policy.custom import Guarded
 from policy.learned import SCHEMA
+from tests.fakes.apps import FAKE
 from tests.fakes.policies import planner, taught
-
-FAKE = {
-    "target": {"engine": "tests.fakes.fake"},
-    "drafts": [
-        {"name": "d0", "engine": "tests.fakes.fake"},
-        {"name": "lookup", "engine": "lookup"},
-    ],
-}
+from tests.fakes.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -79,10 +73,7 @@ def test_it_is_saved_while_it_runs(monkeypatch):
     monkeypatch.setattr(learned, "SAVE_PERIOD_S", 0.01)
     world = World(taught(planner()))
     world.learned.start()
-    for _ in range(1000):
-        if cache.learned_file("a" * 64).exists():
-            break
-        sleep(0.01)
+    wait_until(cache.learned_file("a" * 64).exists)
     assert json.loads(cache.learned_file("a" * 64).read_text())["state"]["schema"] == SCHEMA
     world.learned.close()
 

@@ -2,12 +2,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from backend import PROJECT_ROOT, lifeline
 from backend.launcher.processes import command_line, descendants, is_running
+from tests.fakes.waiting import wait_until
 
 HOLDS_THE_LOCK = "import ctypes; ctypes.PyDLL(None).sleep(60)"
 CHILDREN = {
@@ -25,13 +25,6 @@ thread.start()
 thread.join()  # children outlive the thread that started them
 time.sleep(60)
 """
-
-
-def wait_until(condition, limit_s=20.0):
-    deadline = time.monotonic() + limit_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert condition()
 
 
 def python(code, *arguments):

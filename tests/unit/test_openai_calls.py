@@ -1,11 +1,9 @@
-"""Calls read from a text, however it is cut into pieces."""
+"""Calls read from a text, whole and letter by letter (``test_openai_variations`` has more)."""
 
 import json
 import pickle
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from backend.openai_frontend.call_bodies import Call, PythonNotation, as_value
 from backend.openai_frontend.calls import FORMATS, CallReader, call_format
@@ -35,7 +33,6 @@ CLOCK, WEATHER = Call("clock", "{}"), Call("weather", '{"city": "Köln </b>"}')
 ASKS = '{"name": "weather", "arguments": {"city": "Köln </b>"}}'
 
 TEXTS = [
-    (HERMES, f"<tool_call>\n{ASKS}\n</tool_call>", "", [WEATHER]),
     (HERMES, f"Let me see.\n<tool_call>{ASKS}</tool_call>\n", "Let me see.", [WEATHER]),
     (
         HERMES,
@@ -49,7 +46,6 @@ TEXTS = [
         "",
         [WEATHER, CLOCK],
     ),
-    (HERMES, f"<tool_call>{ASKS}", "", [WEATHER]),  # it may end without the mark
     (HERMES, "a <tool_call>no</tool_call> b", "a <tool_call>no</tool_call> b", []),
     (
         HERMES,
@@ -61,14 +57,12 @@ TEXTS = [
     (HERMES, " 1 < 2 <tool <tool_ca ", " 1 < 2 <tool <tool_ca ", []),
     (HERMES, ASKS, ASKS, []),
     (HERMES, "", "", []),
-    (LLAMA, '{"name": "weather", "parameters": {"city": "Köln </b>"}}', "", [WEATHER]),
     (LLAMA, f'<|python_tag|>{ASKS}; {{"name": "clock", "parameters": {{}}}}', "", [WEATHER, CLOCK]),
     (LLAMA, f"\n {ASKS} that was it", f"\n {ASKS} that was it", []),
     (LLAMA, '{"temperature": 5}', '{"temperature": 5}', []),
     (LLAMA, "{ not JSON", "{ not JSON", []),
     (LLAMA, f"It is {ASKS}", f"It is {ASKS}", []),
     (MISTRAL, f' [{ASKS}, {{"name": "clock", "arguments": {{}}}}]', "", [WEATHER, CLOCK]),
-    (MISTRAL, f"[TOOL_CALLS] [{ASKS}]", "", [WEATHER]),
     (MISTRAL, "[1] is a source, [TOOL", "[1] is a source, [TOOL", []),
     (MISTRAL, "  ", "  ", []),
     (
@@ -95,13 +89,6 @@ TEXTS = [
     ),
     (
         CODER,
-        "<tool_call>\n<function=weather>\n<parameter=city>\nKöln </b>\n</parameter>\n</function>\n"
-        "</tool_call>\n<tool_call>\n<function=clock>\n</function>\n</tool_call>",
-        "",
-        [WEATHER, CLOCK],
-    ),
-    (
-        CODER,
         "<tool_call><function=weather><parameter=city>\n\na\n\n</parameter></function>",
         "",
         [Call("weather", '{"city": "\\na\\n"}')],
@@ -112,18 +99,12 @@ TEXTS = [
         "Let me see.\nSo.",
         [WEATHER],
     ),
-    (GEMMA, f"```tool_code\n{ASKS}\n```", "", [WEATHER]),
-    (GEMMA, "```tool_code\n[weather('Köln </b>'), clock()]\n```", "", [WEATHER, CLOCK]),
-    (GEMMA, "```tool_code\nclock()\nclock()", "", [CLOCK, CLOCK]),
     (GEMMA, "```python\nclock()\n```", "```python\nclock()\n```", []),
     *(
         (GEMMA, f"```tool_code\n{code}\n```", f"```tool_code\n{code}\n```", [])
         for code in ("print(clock())", "clock", "clock(1)", "weather(city=x)", "weather(**{})", "")
     ),
-    (PYTHONIC, '[weather(city="Köln </b>"), clock()]', "", [WEATHER, CLOCK]),
     (PYTHONIC, "[1] says it", "[1] says it", []),
-    (GEMMA_JSON, f"```json\n{ASKS}\n```", "", [WEATHER]),
-    (GEMMA_JSON, ASKS, "", [WEATHER]),
     (GEMMA_JSON, "```json\n{}\n```", "```json\n{}\n```", []),
     (GEMMA_JSON, "```python\nclock()\n```", "```python\nclock()\n```", []),
     (
@@ -133,13 +114,6 @@ TEXTS = [
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>clock\n"
         "```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         "Let me see.",
-        [WEATHER, CLOCK],
-    ),
-    (
-        DEEPSEEK,
-        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Köln </b>"}'
-        "<｜tool▁call▁end｜><｜tool▁call▁begin｜>clock<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-        "",
         [WEATHER, CLOCK],
     ),
     *(
@@ -167,13 +141,6 @@ TEXTS = [
     (MISTRAL_ARGS, "[TOOL_CALLS]clock[ARGS]{} so", "[TOOL_CALLS]clock[ARGS]{} so", []),
     (
         FUNCTION_GEMMA,
-        "<start_function_call>call:weather{city:<escape>Köln </b><escape>}<end_function_call>"
-        "<start_function_call>call:clock{}<end_function_call>",
-        "",
-        [WEATHER, CLOCK],
-    ),
-    (
-        FUNCTION_GEMMA,
         "<start_function_call>call:weather{city:<escape>a,b:{<escape>,days:[1,{of:true}]}"
         "<end_function_call>",
         "",
@@ -191,11 +158,9 @@ TEXTS = [
 
 
 @pytest.mark.parametrize(("form", "text", "content", "calls"), TEXTS)
-@settings(max_examples=20)
-@given(data=st.data())
-def test_a_text_has_the_same_calls_however_it_comes(form, text, content, calls, data):
-    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
-    pieces = [text[low:high] for low, high in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_text_has_its_calls(form, text, content, calls, whole):
+    pieces = [text] if whole else text
     reader = CallReader(form, NAMES)
     found = [reader.read(piece, ended=False) for piece in pieces] + [reader.read("", ended=True)]
     assert "".join(part for part, _ in found) == content

@@ -1,10 +1,8 @@
-"""Messages on channels, however the text is cut into pieces."""
+"""Messages on channels."""
 
 import json
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from backend.openai_frontend.call_bodies import Call
 from backend.openai_frontend.reading import ChannelReader, has_channels
@@ -76,22 +74,10 @@ def joined(parts):
 
 
 @pytest.mark.parametrize(("text", "reasoning", "content", "calls"), TEXTS)
-@given(data=st.data())
-def test_a_text_has_the_same_parts_however_it_comes(text, reasoning, content, calls, data):
-    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
-    assert joined(read(text, cuts)) == (reasoning, content, calls)
-
-
-MARKS = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|ca", "ll|>", "<", "|")
-WORDS = ("analysis", "final", "assistant", " to=functions.clock", "{}", "a b", " ", "é", "x" * 150)
-PIECES = st.sampled_from(MARKS + WORDS)
-
-
-@given(st.lists(PIECES, max_size=16), st.data(), st.booleans())
-def test_any_text_is_the_same_however_it_comes(pieces, data, splits):
-    text = "".join(pieces)
-    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
-    assert joined(read(text, cuts, splits=splits)) == joined(read(text, [], splits=splits))
+def test_a_text_has_its_parts(text, reasoning, content, calls):
+    """Whole, and letter by letter."""
+    for cuts in ([], range(1, len(text))):
+        assert joined(read(text, cuts)) == (reasoning, content, calls)
 
 
 def test_bodies_come_as_they_are_written():

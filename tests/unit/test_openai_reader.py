@@ -18,6 +18,7 @@ from backend.openai_frontend.front_end import FrontEnd
 from backend.openai_frontend.reader import LARGE_BODY_BYTES, PROCESSES, BodyReader
 from backend.openai_frontend.routes import chat_of, completion_of, text_of, tokens_of
 from backend.openai_frontend.template import ChatTemplate
+from tests.fakes.waiting import wait_until
 
 pytestmark = pytest.mark.medium
 
@@ -132,10 +133,7 @@ def test_what_an_answer_does_not_need_stays_in_the_process():
 
 def test_one_process_more_than_are_busy_is_ready(bodies):
     read(bodies, pid_of, {})
-    until_s = time.monotonic() + 30
-    while len(bodies.pids) < 2 and time.monotonic() < until_s:
-        time.sleep(0.01)
-    assert len(bodies.pids) == 2
+    wait_until(lambda: len(bodies.pids) == 2)
 
 
 class SlowStart:
@@ -232,8 +230,7 @@ def test_at_the_end_no_process_is_left_and_none_is_waited_for():
         return pids
 
     for pid in asyncio.run(close_meanwhile()):
-        while is_running(pid):
-            time.sleep(0.01)
+        wait_until(lambda gone=pid: not is_running(gone))
 
 
 @pytest.mark.parametrize(

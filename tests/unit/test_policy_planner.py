@@ -122,31 +122,14 @@ def h100(rows, k_max):
     )
 
 
+RATES = 0.5, 0.7, 0.9
+CROSSOVER = {1: (3, 5, 10), 8: (3, 5, 10), 32: (2, 3, 8), 64: (1, 3, 6), 128: (0, 2, 5)}
+
+
 @pytest.mark.parametrize(
     ("rows", "rate", "best"),
-    [
-        *[
-            (1, 0.5, 3),
-            (1, 0.7, 5),
-            (1, 0.9, 10),
-            (8, 0.5, 3),
-            (8, 0.7, 5),
-            (8, 0.9, 10),
-            (32, 0.5, 2),
-            (32, 0.7, 3),
-            (32, 0.9, 8),
-        ],
-        *[
-            (64, 0.5, 1),
-            (64, 0.7, 3),
-            (64, 0.9, 6),
-            (128, 0.5, 0),
-            (128, 0.7, 2),
-            (128, 0.9, 5),
-            (256, 0.5, 0),
-            (256, 0.9, 0),
-        ],
-    ],
+    [(rows, rate, k) for rows, ks in CROSSOVER.items() for rate, k in zip(RATES, ks, strict=True)]
+    + [(256, 0.5, 0), (256, 0.9, 0)],
 )
 def test_the_published_crossover_is_reproduced(rows, rate, best):
     p = AdaptivePlanner(("eagle",), h100(rows, 10), PlannerConfig(**certain(rate, k_max=10)))

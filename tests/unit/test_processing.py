@@ -7,36 +7,9 @@ from hypothesis import strategies as st
 from backend.request import IMPOSSIBLE, SamplingParams
 from backend.sampling.distributions import target_probs
 from backend.sampling.processing import WHOLE_VOCABULARY, Columns, process
+from tests.options import BANNED, processed
 
 VOCAB = 12
-
-
-def alone(logits, sampling, before, prompt_tokens):
-    """One row by the plain words of the options, divided by the temperature as the decoder does in
-    their midst.
-    """
-    scale = sampling.temperature or 1.0
-    row = logits.astype(np.float64).copy()
-    for token, addend in sampling.bias:
-        row[token] += addend
-    row /= scale
-    for token in set(before):
-        row[token] = (
-            row[token] * sampling.repetition_penalty
-            if row[token] < 0
-            else row[token] / sampling.repetition_penalty
-        )
-    counted = before[min(prompt_tokens, sampling.prompt_ignore_length) :]
-    for token in set(counted):
-        row[token] -= sampling.presence_penalty + sampling.frequency_penalty * counted.count(token)
-    banned = set(sampling.end_ids) if len(before) - prompt_tokens < sampling.min_tokens else set()
-    banned |= {
-        w[-1]
-        for w in sampling.bad_words
-        if len(before) >= len(w) - 1 and tuple(before[len(before) - len(w) + 1 :]) == w[:-1]
-    }
-    row[list(banned)] = -np.inf
-    return row
 
 
 tokens = st.integers(0, VOCAB - 1)
@@ -60,8 +33,8 @@ def test_logits_are_changed_by_the_book(sampling, before, prompt):
     logits = np.random.default_rng(len(before)).normal(size=VOCAB) * 3
     row = logits.copy()
     process(row, sampling, before, prompt, WHOLE_VOCABULARY)
-    expected = alone(logits, sampling, before, prompt)
-    possible = np.isfinite(expected)
+    expected = processed(logits, before, prompt, sampling)
+    possible = expected > BANNED
     scaled = row[possible] / (sampling.temperature or 1.0)
     assert np.allclose(scaled, expected[possible], rtol=1e-12)
     assert (row[~possible] == IMPOSSIBLE).all()

@@ -9,6 +9,7 @@ from backend.request import ErrorCode, FinishReason
 from backend.triton_adapter import sender as sender_module
 from backend.triton_adapter.codec import Wanted
 from backend.triton_adapter.sender import PendingReply, Senders
+from tests.fakes.waiting import wait_until
 
 
 def final(request_id, text, **more):
@@ -222,8 +223,7 @@ def test_a_last_response_that_can_never_be_sent_is_given_up(senders, monkeypatch
     senders.open(PendingReply(4, client, Wanted()))
     senders.open(PendingReply(8, other, Wanted()))  # the same shard
     senders.deliver(final(4, ""))
-    while "got no last response" not in caplog.text:
-        time.sleep(0.01)
+    wait_until(lambda: "got no last response" in caplog.text)
     senders.deliver(final(8, "fine"))
     assert other.ended.wait(5)
     assert caplog.text.count("could not be sent") == 2  # logged once, and named when given up

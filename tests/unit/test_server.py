@@ -16,6 +16,7 @@ from backend.ipc.server import LONG_TEXT_CHARACTERS, Server, StubConnection
 from backend.request import ErrorCode, GenerationRequest, RequestError
 from backend.sampling.guides import Grammars
 from backend.tokenizer import ByteTokenizer
+from tests.fakes.waiting import wait_until
 
 
 @pytest.fixture
@@ -169,13 +170,6 @@ def converting(server, app, context=2**31):
     return connection, tokenizer
 
 
-def wait_for(condition):
-    deadline_s = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
-
-
 def encode(server, connection, text):
     connection.greeted = True
     server.receive(connection, Encode(prompts=[text], add_special_tokens=[None], words=[]))
@@ -185,16 +179,16 @@ def test_a_short_text_does_not_wait_for_a_long_one(server, app):
     connection, tokenizer = converting(server, app)
     encode(server, connection, "a" * (LONG_TEXT_CHARACTERS + 1))
     encode(server, connection, "b")
-    wait_for(lambda: len(connection.frames) == 1)
+    wait_until(lambda: len(connection.frames) == 1)
     assert sorted(tokenizer.texts) == ["a", "b"]
     tokenizer.go_on.set()
-    wait_for(lambda: len(connection.frames) == 2)
+    wait_until(lambda: len(connection.frames) == 2)
 
 
 def test_a_text_that_cannot_fit_is_never_tokenised(server, app):
     connection, tokenizer = converting(server, app, context=101)
     encode(server, connection, "a" * 100_000)
-    wait_for(lambda: connection.frames)
+    wait_until(lambda: connection.frames)
     assert b"QUERY of 100000 bytes is over the limit of 100 tokens" in connection.frames[0]
     assert tokenizer.texts == []
 
@@ -213,10 +207,10 @@ def test_a_request_without_a_grammar_does_not_wait_for_one_with(server, app):
     guided = GenerationRequest("guided", 1, guide_type="regex", guide="a")
     for number, request in enumerate((guided, GenerationRequest("plain", 1))):
         server.receive(connection, Submit(id=number, request=request))
-    wait_for(lambda: prepared)
+    wait_until(lambda: prepared)
     assert prepared == ["plain"]
     go_on.set()
-    wait_for(lambda: len(prepared) == 2)
+    wait_until(lambda: len(prepared) == 2)
 
 
 def test_requests_cancelled_while_they_waited_are_not_tokenised(server, app):
@@ -232,11 +226,11 @@ def test_requests_cancelled_while_they_waited_are_not_tokenised(server, app):
     connection.greeted = True
     for number in range(3):
         server.receive(connection, Submit(id=number, request=GenerationRequest(f"{number}", 1)))
-    wait_for(lambda: prepared)
+    wait_until(lambda: prepared)
     for number in (1, 2):
         server.receive(connection, Cancel(id=number))
     go_on.set()
-    wait_for(lambda: len(connection.frames) == 3)
+    wait_until(lambda: len(connection.frames) == 3)
     assert prepared == ["0"]
     assert not connection.tickets
 
@@ -260,7 +254,7 @@ def test_a_deep_grammar_does_not_overflow_the_stack(server, app, links):
     app.session = session
     request = GenerationRequest("a", 1, guide_type="json_schema", guide=json.dumps(schema))
     server.receive(connection, Submit(id=1, request=request))
-    wait_for(lambda: made)
+    wait_until(lambda: made)
     (guide,) = made
     assert guide.mask(list(b'{"a')) is not None
 
@@ -279,7 +273,7 @@ class Reading:
         self._server, self._numbers = server, itertools.count()
         app.session = self._session
         self.submit(guided("bomb", guide="b"))
-        wait_for(lambda: self.prepared)
+        wait_until(lambda: self.prepared)
 
     def submit(self, *requests):
         for request in requests:
@@ -299,7 +293,7 @@ def test_requests_that_wait_for_a_grammar_have_the_room_of_the_queue(server, app
     assert app.refused == ["unavailable"] * 2
     assert b"Exceeds maximum queue size 2" in reading.connection.frames[0]
     reading.go_on.set()
-    wait_for(lambda: not server.guided)
+    wait_until(lambda: not server.guided)
     assert reading.prepared == ["bomb", "0", "1"]
 
 
@@ -307,7 +301,7 @@ def test_a_request_whose_grammar_is_known_waits_for_no_other(server, app):
     reading = Reading(server, app)
     app.preparation.grammars.guide("regex", "a", ByteTokenizer().end_ids)
     reading.submit(guided("known"))
-    wait_for(lambda: reading.prepared == ["bomb", "known"])
+    wait_until(lambda: reading.prepared == ["bomb", "known"])
     reading.go_on.set()
 
 
@@ -322,9 +316,9 @@ def test_a_request_that_waits_for_its_grammar_ends_in_time(server, app, at_work)
     assert app.refused == ["unavailable"]
     assert b"late" in reading.connection.frames[0]
     reading.go_on.set()
-    wait_for(lambda: not server.guided)
+    wait_until(lambda: not server.guided)
     assert reading.prepared == ["bomb", "waits"]
-    wait_for(lambda: len(reading.connection.frames) == (2 if at_work else 3))
+    wait_until(lambda: len(reading.connection.frames) == (2 if at_work else 3))
 
 
 def test_a_request_that_is_cancelled_gives_its_place_in_the_queue_back(server, app):
@@ -335,5 +329,5 @@ def test_a_request_that_is_cancelled_gives_its_place_in_the_queue_back(server, a
     assert len(server.guided) == 2
     assert app.refused == ["cancelled"]
     reading.go_on.set()
-    wait_for(lambda: not server.guided)
+    wait_until(lambda: not server.guided)
     assert reading.prepared == ["bomb", "2"]

@@ -61,46 +61,12 @@ def ids(text):
     return [ord(letter) for letter in text]
 
 
-def test_text_of_a_run_ends_before_a_stop_word_that_spans_tokens():
-    made = session(stop_words=["STOP"])
-    assert made.commit(ids("abSTOPcd")) == 6
-    assert made.pop_delta().text == "ab"
-    assert made.finish_reason is FinishReason.STOP_WORDS
-
-
-def test_the_earliest_of_several_stop_words_cuts():
-    made = session(stop_words=["xyz", "y"])
-    assert run(made, [ids("axyz")]) == "ax"
-
-
 def test_what_may_become_a_stop_word_is_held_back_and_released_when_it_does_not():
     made = session(stop_words=["###"])
     made.commit(ids("a##"))
     assert made.pop_delta().text == "a"
     made.commit(ids("b"))
     assert made.pop_delta().text == "##b"
-
-
-def test_an_end_id_inside_an_accepted_run_cuts_the_rest():
-    made = session()
-    assert made.commit([*ids("ab"), EOS, *ids("cd")]) == 3
-    assert (made.pop_delta().text, made.finish_reason, made.remaining) == (
-        "ab",
-        FinishReason.END_ID,
-        97,
-    )
-
-
-def test_max_tokens_inside_an_accepted_run_cuts_the_rest():
-    made = session(max_tokens=3)
-    assert made.commit(ids("abcdef")) == 3
-    assert (made.pop_delta().text, made.finish_reason) == ("abc", FinishReason.LENGTH)
-
-
-def test_an_unfinished_character_is_flushed_at_the_end():
-    made = session(max_tokens=2)
-    made.commit([ord("a"), 200])
-    assert made.pop_delta().text == "a?"
 
 
 def test_a_reply_that_is_not_streamed_repeats_the_prompt_unless_excluded():

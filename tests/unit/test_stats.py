@@ -98,21 +98,17 @@ def test_nodes_are_counted_by_what_was_claimed_of_them():
     )
     outcome = replace(step([0, 1], [1, 1], [0, 0]), nodes=nodes)
     PlanMetrics(StepStats(stats)).step(Plan(none, none), outcome, DRAFTS, [False, False])
-    counted = {
-        key[1:]: n for key, n in figures(stats).items() if key[0] == "spindle_draft_nodes_total"
-    }
-    assert counted == {
+
+    def counted(name):
+        return {key[1:]: n for key, n in figures(stats).items() if key[0] == name}
+
+    assert counted("spindle_draft_nodes_total") == {
         ("0.94", "small", "true"): 2,
         ("1.0", "lookup", "false"): 1,
         ("0.94", "small", "false"): 1,
     }
     PlanMetrics(StepStats(stats)).step(Plan(none, none), outcome, DRAFTS, [False, False])
-    counted = {
-        key[1:]: n
-        for key, n in figures(stats).items()
-        if key[0] == "spindle_draft_nodes_held_total"
-    }
-    assert counted == {
+    assert counted("spindle_draft_nodes_held_total") == {
         ("0.94", "small", "true"): 1,
         ("1.0", "lookup", "false"): 0,
         ("0.94", "small", "false"): 1,

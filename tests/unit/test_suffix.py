@@ -17,9 +17,10 @@ from backend.engines.registry import Service, make_engine
 from backend.engines.suffix import SuffixEngine
 from backend.kinds import KINDS
 from backend.request import GenerationRequest, SamplingParams, tenant_id
-from backend.sequence import ROOT, Proposal, Sequence
+from backend.sequence import Proposal, Sequence
 from bench.in_process import generate
 from policy.evidence import bin_of_match
+from tests.unit.test_lookup import paths
 
 HERE = tenant_of("here")
 
@@ -46,14 +47,6 @@ def propose(draft, seq, run=8):
     (completion,) = draft.poll(0.0)
     assert completion.error is None
     return completion.proposal
-
-
-def paths(tree):
-    """The confidence of every path."""
-    found = {ROOT: ()}
-    for node, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True)):
-        found[node] = (*found[parent], token)
-    return {found[node]: confidence for node, confidence in enumerate(tree.confidence)}
 
 
 # -- what is proposed
