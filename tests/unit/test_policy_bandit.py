@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from bench.baselines.bandit import BanditDrafts, BanditLengths, confidence_radius
+from bench.baselines.per_request import PerRequest
 from policy import LatencyModel
 from tests.fakes import policies as fakes
 from tests.fakes.policies import RNG
@@ -55,6 +56,12 @@ def test_requests_learn_each_for_itself_and_a_newcomer_from_nothing():
     plan, _ = policy.plan(newcomer, state, 0.0, RNG)
     state = policy.observe(fakes.outcome(newcomer, plan, 4), state, 0.0)
     assert policy.plan(newcomer, state, 0.0, RNG)[0].draft.tolist() == [1]
+
+
+def test_the_reward_is_the_tokens_of_a_step_with_the_bonus():
+    policy = BanditDrafts(DRAFTS, TIMES, 8, length=4)
+    _, state = run(policy, view([5]), 2, good(1, many=3))
+    assert state.of(np.array([5])).tolist() == [[[1, 1, 0], [1, 4, 0]]]
 
 
 def test_a_finished_request_is_forgotten_and_a_step_without_a_draft_teaches_nothing():
@@ -125,3 +132,28 @@ def test_ranges_of_batches_learn_apart():
     assert [int(plan.length[0]) for plan, _ in chosen.values()] == [4, 0, 0, 0]
     assert [after.batches for _, after in chosen.values()] == [0, 1, 2, 2]
     assert set(state.arms) == {0, 1}
+
+
+def test_more_lengths_may_be_tried():
+    assert lengths(BanditLengths(DRAFTS, TIMES, 8, draft="b", most=8), [1] * 9, 20)[:9] == [
+        *range(9)
+    ]
+    assert lengths(BanditLengths(DRAFTS, TIMES, 8, draft="b", most=8), [1] * 9, 20)[-1] == 8
+
+
+def test_a_step_without_rows_or_time_is_no_trial():
+    policy = BanditLengths(DRAFTS, TIMES, 8, draft="b")
+    empty = view([])
+    plan, state = policy.plan(empty, policy.start(), 0.0, RNG)
+    assert policy.observe(fakes.outcome(empty, plan, 0), state, 0.0) == state
+    seen = view([1])
+    plan, state = policy.plan(seen, policy.start(), 0.0, RNG)
+    assert policy.observe(fakes.outcome(seen, plan, 0, 0.0), state, 0.0) == state
+
+
+def test_figures_of_requests_are_kept_by_their_ids():
+    kept = PerRequest.none(1).with_figures(np.array([7, 3]), np.array([[70.0], [30.0]]), NONE)
+    assert kept.of(np.array([3, 5, 7])).tolist() == [[30.0], [0.0], [70.0]]
+    after = kept.with_figures(np.array([9, 3]), np.array([[90.0], [31.0]]), np.array([7]))
+    assert (after.request.tolist(), after.figures.tolist()) == ([3, 9], [[31.0], [90.0]])
+    assert kept.of(np.array([3])).tolist() == [[30.0]]  # not changed in place

@@ -11,7 +11,7 @@ from tests.fakes import policies as fakes
 DRAFTS = ("a", "b", "c")
 TIMES = LatencyModel.unit(3)
 K = 4
-RUN, LOSS, SEEN = 1, 2, 3
+RUN, LOSS, SEEN, WEIGHT = 1, 2, 3, 4
 
 
 def view(requests, ceiling=8):
@@ -55,6 +55,11 @@ def test_a_request_finds_its_best_draft_within_few_steps(best):
     assert (chosen[15:] == best).all()
 
 
+def test_at_first_every_draft_is_drawn_alike():
+    chosen, _ = run([2, 2, 2], requests=range(300), steps=1)
+    assert np.bincount(chosen[0], minlength=3).min() > 70
+
+
 def test_requests_are_judged_apart_and_a_newcomer_knows_nothing():
     chosen, state = run([[4, 0, 0], [0, 0, 4]], requests=(5, 6))
     assert (chosen[20:] == [0, 2]).all()
@@ -86,6 +91,27 @@ def test_a_proposal_that_was_right_so_far_goes_on_in_the_next_step_s():
     assert figures(2, 2) == [1, pytest.approx(6 / 5), 3]  # as long as a proposal is: no loss
 
 
+def test_several_chains_of_a_draft_in_a_step_count_each():
+    policy, seen = HedgeSpec(DRAFTS, TIMES, 8, length=K), view([5])
+    plan, state = policy.plan(view([5], 0), policy.start(), 0.0, np.random.default_rng(0))
+    chains = free((5, 1, 1, 2), (5, 1, 3, 4), (5, 2, 4, 4))
+    state = policy.observe(fakes.outcome(seen, plan, 0, free=chains), state, 0.0)
+    assert state.of(np.array([5]))[0, [RUN, LOSS, SEEN], 1].tolist() == [0, pytest.approx(4 / 5), 2]
+
+
+def test_the_chosen_draft_s_own_proposal_counts():
+    policy, seen = HedgeSpec(DRAFTS, TIMES, 8, length=K), view([5])
+    plan, state = policy.plan(seen, policy.start(), 0.0, np.random.default_rng(0))
+    state = policy.observe(fakes.outcome(seen, plan, 3), state, 0.0)
+    own = state.of(np.array([5]))[0, :, plan.draft[0]]
+    assert own[[LOSS, SEEN]].tolist() == [pytest.approx(1 / 5), 1]
+
+
+def test_what_is_reported_of_one_draft_alone_moves_no_weight():
+    _, state = run([4, 0, 0], steps=1, scored=False)
+    assert not state.of(np.array([5]))[0, WEIGHT].any()
+
+
 def test_without_reports_of_the_others_their_mean_stands_for_them():
     chosen, _ = run([2, 0, 0], steps=60, scored=False)
     assert (chosen[40:] == 0).all()
@@ -101,6 +127,14 @@ def test_a_draft_that_can_propose_nothing_is_not_drawn():
         view([5], 0), state, 0.0, np.random.default_rng(0)
     )
     assert plan.draft.tolist() == [-1]
+
+
+def test_a_step_that_tells_nothing_changes_nothing():
+    _, state = run([4, 1, 1])
+    idle = view([5], 0)
+    plan, _ = HedgeSpec(DRAFTS, TIMES, 8, length=K).plan(idle, state, 0.0, np.random.default_rng(0))
+    after = HedgeSpec(DRAFTS, TIMES, 8, length=K).observe(fakes.outcome(idle, plan, 0), state, 0.0)
+    assert np.array_equal(after.figures, state.figures)
 
 
 def test_a_finished_request_is_forgotten():
@@ -121,3 +155,8 @@ def test_the_weights_are_those_of_normal_hedge(regret):
     c = c[np.argmin(np.abs(potential - np.e))]
     weights, expected = normal_hedge(np.array([regret]))[0], x * np.exp(x**2 / (2 * c))
     assert weights / weights.sum() == pytest.approx(expected / expected.sum(), abs=2e-3)
+
+
+def test_without_a_positive_regret_there_are_no_weights():
+    assert normal_hedge(np.array([[0.0, -1.0]])).tolist() == [[0.0, 0.0]]
+    assert normal_hedge(np.zeros((0, 2))).shape == (0, 2)

@@ -84,6 +84,14 @@ def test_the_bth_bin_tries_a_random_length_with_probability_1_over_b(chance, pla
     assert after.trials[1].length == after.length == length
 
 
+def test_a_bin_keeps_its_length():
+    state = known(5, 4, 1, 3, 2, left=2)
+    for left in (1, 0):
+        plan, state = policy().plan(view(2), state, 0.0, Drawn(0.0, 4))
+        assert (plan.length.tolist(), state.trials[1].steps_left) == ([1, 1], left)
+    assert policy().plan(view(2), state, 0.0, Drawn(0.0, 4))[0].length.tolist() == [4, 4]
+
+
 def test_a_length_that_was_not_tried_is_no_candidate_and_without_any_there_is_a_trial():
     plan, _ = policy().plan(view(2), known(5, 4, 0, 3, 0, place=2), 0.0, Drawn(0.9, 4))
     assert plan.length.tolist() == [3, 3]
@@ -107,6 +115,12 @@ def test_switching_on_counts_the_draft_s_catch_up_shared_by_the_length(last, cat
     assert policy().plan(seen, state, 0.0, Drawn(0.9))[0].length.tolist() == [length] * 2
 
 
+def test_a_draft_that_lacks_nothing_is_switched_on_for_nothing():
+    state = known(2.0, 3.0, 1.95, 3.0, 3.0, place=2, last=0)
+    seen = view(2, catchup=np.ones((2, 2), np.int64))
+    assert policy().plan(seen, state, 0.0, Drawn(0.9))[0].length.tolist() == [2, 2]
+
+
 @pytest.mark.parametrize(
     ("seconds", "best"), [([1, 1.2, 1.4, 1.6, 1.8], 4), ([1, 3, 5, 7, 9], 0), ([4, 4, 1, 8, 9], 2)]
 )
@@ -125,6 +139,17 @@ def test_ranges_of_batches_learn_apart():
     _, state = run([1, 9, 9, 9, 9], 9, 300, state=state)
     lengths, _ = run([1, 1.2, 1.4, 1.6, 1.8], 3, 100, seed=1, state=state)
     assert np.mean(np.array(lengths) == 4) > 0.5
+
+
+def test_the_step_s_tokens_and_seconds_count_for_the_length_that_was_planned():
+    p, seen = policy(), view(2, k=0)  # nothing can be proposed
+    plan, state = p.plan(seen, p.start(), 0.0, Drawn(0.0, 3))
+    state = p.observe(fakes.outcome(seen, plan, 0, 1.5), state, 0.0)
+    assert state.trials[1].tokens.tolist() == [0, 0, 0, 2, 0]
+    assert state.trials[1].seconds.tolist() == [0, 0, 0, 1.5, 0]
+    empty = view(0)
+    plan, idle = p.plan(empty, state, 0.0, Drawn())
+    assert p.observe(fakes.outcome(empty, plan, 0), idle, 0.0) == idle
 
 
 def test_an_unknown_draft_is_named():

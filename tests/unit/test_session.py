@@ -61,6 +61,11 @@ def ids(text):
     return [ord(letter) for letter in text]
 
 
+def test_the_earliest_of_several_stop_words_cuts():
+    made = session(stop_words=["xyz", "y"])
+    assert run(made, [ids("axyz")]) == "ax"
+
+
 def test_what_may_become_a_stop_word_is_held_back_and_released_when_it_does_not():
     made = session(stop_words=["###"])
     made.commit(ids("a##"))
