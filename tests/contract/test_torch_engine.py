@@ -55,6 +55,10 @@ def kv(engine, sequence, count):
     return torch.stack([pool[slots] for layer in engine.model.pools.values() for pool in layer])
 
 
+def test_an_idle_engine_completes_nothing(engine):
+    assert engine.poll(0.0) == []
+
+
 def test_a_prefill_chunk_emits_nothing_and_is_seen(engine):
     sequence = new_sequence()
     assert engine.unseen(sequence) == 5
@@ -68,6 +72,36 @@ def test_a_fully_prefilled_sequence_still_decodes(engine):
     step(engine, Turn(sequence, 5, run=0))
     assert engine.unseen(sequence) == 0
     assert plain(engine, sequence, 3) == plain(engine, other, 3)
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_an_oracle_s_proposal_is_accepted_whole_with_a_bonus_token(engine, k):
+    expected = plain(engine, new_sequence(), 20)
+    sequence = new_sequence(blocks=(5, 9, 7))
+    for _ in range(3):
+        done = len(sequence.tokens) - 5
+        proposal = Proposal.chain("oracle", expected[done : done + k])
+        (completion,) = step(engine, Turn(sequence, len(sequence.tokens), proposal=proposal))
+        assert completion.accepted == k
+        assert completion.tokens == expected[done : done + k + 1]
+        sequence.tokens += completion.tokens
+        assert engine.unseen(sequence) == 1
+
+
+@pytest.mark.parametrize("right", [0, 1, 2])
+def test_kv_after_a_rollback_equals_a_fresh_prefill(engine, right):
+    expected = plain(engine, new_sequence(), 6)
+    sequence = new_sequence(blocks=(9, 5, 6))
+    tokens = [*expected[:right], *((token + 1) % VOCAB for token in expected[right:4])]
+    (completion,) = step(engine, Turn(sequence, 5, proposal=Proposal.chain("d", tokens)))
+    assert completion.tokens == expected[: right + 1]
+    sequence.tokens += completion.tokens
+    assert engine.unseen(sequence) == 1
+    plain(engine, sequence, 2)
+    fresh = new_sequence(prompt=sequence.tokens, blocks=(12, 13))
+    step(engine, Turn(fresh, len(fresh.tokens), run=0))
+    seen = len(sequence.tokens) - engine.unseen(sequence)
+    assert torch.allclose(kv(engine, sequence, seen), kv(engine, fresh, seen), atol=1e-12)
 
 
 def test_a_free_run_equals_as_many_single_steps_and_its_own_tokens_need_no_catch_up(engine):
@@ -118,6 +152,15 @@ def test_a_draft_s_tree_is_its_free_run_with_its_next_choices_around_it(sampling
         banned.append((token,))
 
 
+def test_a_draft_has_the_kv_of_its_own_spine():
+    draft, sequence = new_engine("draft"), new_sequence(name="draft")
+    (drafted,) = step(draft, Turn(sequence, 5, run=4, nodes=2))
+    spine = plain(new_engine(), new_sequence(), 4)
+    assert drafted.proposal.tokens[0] == spine[0]
+    sequence.tokens += spine  # also what was not verified
+    assert draft.unseen(sequence) == 1
+
+
 BRANCHES = {  # nodes as (token of the text or a wrong one, parent), and how many are accepted
     "a sibling of the root's first": (lambda t: [(wrong(t[0]), -1), (7, 0), (t[0], -1)], 1),
     "a leaf after the spine": (lambda t: [(t[0], -1), (wrong(t[1]), 0), (t[1], 0)], 2),
@@ -166,6 +209,17 @@ def test_what_is_accepted_has_the_kv_of_a_fresh_prefill_and_text_goes_on_as_with
     assert torch.allclose(kv(engine, sequence, seen), kv(engine, fresh, seen), atol=1e-12)
     plain(engine, sequence, 8 - len(completion.tokens))
     assert sequence.tokens[5:] == expected
+
+
+def test_trees_chains_and_prompts_share_a_pass(engine):
+    text = plain(engine, new_sequence(), 4)
+    rows = {name: new_sequence(blocks=(3 * n, 3 * n + 1)) for n, name in enumerate(BRANCHES)}
+    prompt = new_sequence(blocks=(20,))
+    turns = [Turn(rows[name], 5, proposal=branches(name, text)) for name in BRANCHES]
+    together = step(engine, *turns, Turn(prompt, 3, run=0))[:-1]
+    for name, completion in zip(BRANCHES, together, strict=True):
+        (alone,) = step(new_engine(), Turn(new_sequence(), 5, proposal=branches(name, text)))
+        assert (completion.tokens, completion.accepted) == (alone.tokens, alone.accepted)
 
 
 def test_a_tree_may_end_beyond_the_context_as_deep_as_a_chain_may(engine):

@@ -147,6 +147,26 @@ def test_more_updates_than_a_step_has_room_for_are_written_in_their_order() -> N
 
 
 @torch.inference_mode()
+def test_steps_of_as_many_rows_and_tokens_share_a_pass() -> None:
+    run = steps()
+    sizes = run._forward._passes
+
+    def launch(places: int, budget: int, *, heat: int = 0, length: int = 1) -> None:
+        row = row_of(heat, [5] * length)
+        row.head, row.places, row.room, row.budget = "head" * (places > 0), places, ROOM, budget
+        run.collect(run.launch([row]))
+
+    counts = []
+    for places, budget in ((3, 4), (3, 5), (3, 9), (4, 9), (0, 0)):
+        launch(places, budget)
+        counts.append((len(sizes), len(run._proposals)))
+    # more nodes, as many tokens; more tokens; another depth; nothing proposed
+    assert counts == [(2, 1), (2, 1), (3, 1), (3, 2), (3, 2)]
+    launch(4, 9, heat=2, length=60)  # longer, and with top-k and top-p
+    assert (len(sizes), len(run._proposals)) == (3, 3)
+
+
+@torch.inference_mode()
 def test_a_server_that_captured_before_it_was_ready_captures_nothing_more() -> None:
     run = steps()
     run.capture(4)
@@ -171,6 +191,14 @@ def test_more_heads_than_there_is_room_for_are_refused() -> None:
                 run.set_head(head)
         else:
             run.set_head(head)
+
+
+def test_a_step_verifies_at_most_the_nodes_of_its_largest_size() -> None:
+    run = steps()
+    rows = [row_of(0, [5]) for _ in range(256)]
+    for row in rows:
+        row.budget, row.room, row.places, row.head = 8, 8, 4, "head"
+    assert run._bucket(rows)[0] == (256, 1024)
 
 
 def test_a_step_of_too_many_rows_names_them() -> None:

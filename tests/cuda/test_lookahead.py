@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -134,6 +135,37 @@ def test_an_error_voids_what_is_in_flight_and_the_text_goes_on(
     decode(target, text, 4)
     assert text.tokens == alone.tokens
     assert target._steps.slots.table[target._slots[0].number, :4].tolist() == [0, 1, 8, 9]
+
+
+def test_a_head_proposes_at_most_the_longest_path_that_a_step_has_room_for() -> None:
+    target, text = engine(max_draft_tokens=40, max_context_tokens=160), sequence(0)
+    text.blocks["target"] = [0, 1, 2, 3]
+    decode(target, text, 1)
+    target._head = lambda draft: "head"  # type: ignore[method-assign]
+    turn_of_head = turn(text, device_proposal=DeviceProposal(object(), 40, 40))  # type: ignore[arg-type]
+    target._steps.place_states(target._slots[0].number, torch.zeros(0, 0))
+    row = target._row(target._job(turn_of_head, []))
+    assert (row.places, row.budget) == (15, 40)
+
+
+def test_heads_propose_the_last_tokens_of_a_text_that_have_no_row() -> None:
+    target, text = engine(taps=(1,), text_rows=4), sequence(0)
+    target.submit([turn(text)])
+    slot = target._slots[0]
+
+    def placed(*new: int) -> set[int]:
+        text.tokens += new
+        target._place_text_tokens(slot, text)
+        target.poll(0.0)
+        target.submit([turn(text)])
+        return {*target._steps.slots.text_tokens[slot.number].tolist()}
+
+    target._heads["none is static"] = SimpleNamespace(is_static=lambda _: False)  # type: ignore[assignment]
+    assert placed() == {8, 9, 10, 11}
+    assert placed(20) == {9, 10, 11, 20}
+    assert placed(20, 21, 22) == {11, 20, 21, 22}
+    assert placed(*range(30, 50)) == {46, 47, 48, 49}
+    assert placed(7, 46) == {47, 48, 49, 7}
 
 
 def test_a_node_without_numbers_is_not_seen_by_the_rest_of_its_row() -> None:

@@ -22,6 +22,14 @@ def test_a_key_depends_on_the_tokens_on_those_before_and_on_the_salt():
     assert block_key(root_key("a"), [1, 2]) == keys[3]
 
 
+def test_blocks_are_found_up_to_the_first_that_is_not_there():
+    pool = BlockPool(8)
+    table = published(pool, KEYS[:2])
+    pool.publish(KEYS[3], pool.allocate(1)[0])
+    assert pool.find(KEYS[:4]) == table
+    assert pool.find(KEYS[2:]) == []
+
+
 def test_what_is_dropped_stays_to_be_found_as_far_as_it_is_valid_and_was_published():
     pool = BlockPool(8)
     table = published(pool, KEYS[:3]) + pool.allocate(1)
@@ -41,6 +49,26 @@ def test_the_least_recently_used_text_gives_way_first_and_from_its_end():
     assert order == [second[1], second[0], first[1], first[0]]
     assert pool.evicted == 4
     assert pool.find(KEYS[:1]) == pool.find(KEYS[4:5]) == []
+
+
+def test_free_blocks_are_taken_before_cached_ones():
+    pool = BlockPool(4)
+    kept = published(pool, KEYS[:2])
+    pool.drop(kept, 2)
+    assert not set(pool.allocate(2)) & set(kept)
+    assert pool.evicted == 0
+
+
+@pytest.mark.parametrize("first_to_go", [0, 1])
+def test_a_block_is_free_when_its_last_reference_goes(first_to_go):
+    pool = BlockPool(2)
+    table = published(pool, KEYS[:1])
+    pool.share(table)
+    valid = [0, 1]
+    pool.drop(table, valid[first_to_go])
+    assert (pool.available, pool.find(KEYS[:1])) == (1, table)
+    pool.drop(table, valid[1 - first_to_go])
+    assert (pool.available, pool.cached) == (2, int(first_to_go == 0))
 
 
 def test_the_first_block_of_a_content_is_the_one_that_is_found():

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -214,6 +216,15 @@ def test_cached_blocks_are_room_for_others_and_admission_does_not_count_a_shared
     ledger.release(again)
     assert ledger.reserve(Sequence(4, [2] * four, four, SamplingParams()), four)
     assert ledger.take_reuse().evicted == 3
+
+
+def test_tenants_with_different_salts_share_nothing():
+    ledger, target = reusing()
+    salted = [
+        replace(sequence(n, 3 * BLOCK_TOKENS), salt=salt)
+        for n, salt in enumerate(["", "a", "", "a", "b"])
+    ]
+    assert [serve(ledger, target, one) for one in salted] == [0, 0, 2, 2, 0]
 
 
 def test_a_guaranteed_life_counts_its_shared_beginning():

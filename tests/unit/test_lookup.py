@@ -66,10 +66,39 @@ def reference(tokens, run, min_ngram, max_ngram):
     return found
 
 
+def test_the_continuation_of_the_longest_match_comes_first():
+    tree = propose(engine(), sequence([1, 2, 3, 4, 9, 2, 3, 5, 7, 1, 2, 3]), 3)
+    assert tree.spine().tokens == [4, 9, 2]  # (1, 2, 3) before the later (2, 3)
+    assert paths(tree)[5, 7, 1] < paths(tree)[4, 9, 2]
+
+
 def test_of_equal_matches_the_most_recent_comes_first():
     tree = propose(engine(), sequence([1, 2, 5, 1, 2, 6, 1, 2]), 2)
     assert tree.spine().tokens == [6, 1]
     assert tree.tokens[:2] == [6, 5]
+
+
+def test_matches_that_agree_share_a_path_and_count_as_likelier():
+    tree = propose(engine(), sequence([1, 2, 5, 8, 1, 2, 6, 8, 1, 2, 5, 9, 1, 2]), 2)
+    either = {(5, 9): 4 / 8 * 3 / 8, (5, 8): 4 / 8 * 3 / 8, (6, 8): 2 / 8 * 3 / 5}
+    assert paths(tree) == pytest.approx({(5,): 4 / 8, (6,): 2 / 8} | either)
+    assert tree.spine().tokens == [5, 9]
+
+
+def test_a_match_that_reaches_the_end_reads_on_into_the_proposal():
+    assert propose(engine(), sequence([5, 1, 2, 1, 2]), 5).tokens == [1, 2, 1, 2, 1]
+
+
+def test_without_a_match_nothing_is_available_or_proposed():
+    lookup, seq = engine(), sequence([1, 2, 3, 4])
+    assert lookup.available(seq, 4) == 0
+    assert propose(lookup, seq, 4).tokens == []
+
+
+def test_shorter_matches_than_min_ngram_do_not_count():
+    seq = sequence([1, 2, 3, 1])
+    assert propose(engine(min_ngram=2), seq, 2).tokens == []
+    assert propose(engine(min_ngram=1), seq, 2).tokens == [2, 3]
 
 
 def test_available_is_the_depth_that_a_turn_returns():
@@ -130,6 +159,14 @@ def test_the_evidence_is_of_the_match_whose_continuation_comes_first():
     assert lookup.evidence(seq) == bin_of_match(6)
 
 
+@pytest.mark.parametrize(("then", "agree"), [([7, 7], True), ([7, 8], False)])
+def test_the_evidence_is_whether_places_of_the_longest_ngram_go_on_alike(then, agree):
+    shorter = [4, 5, 9]
+    one, other = then
+    tokens = [1, 2, 3, 4, 5, one, *shorter, 2, 2, 3, 4, 5, other, *shorter, 3, 2, 3, 4, 5]
+    assert engine().evidence(sequence(tokens)) == bin_of_match(4, agree)
+
+
 def test_evidence_follows_a_growing_text():
     rng, lookup, seq, longest = random.Random(5), engine(), sequence([]), 0
     while len(seq.tokens) < 300:
@@ -175,6 +212,10 @@ def test_verification_is_refused_turn_by_turn():
     (completion,) = lookup.poll(0.0)
     assert "cannot verify" in completion.error
     assert completion.tokens == []
+
+
+def test_lookup_is_free_and_keeps_no_kv():
+    assert (engine().limits.free, engine().limits.kv_blocks) == (True, 0)
 
 
 def test_a_range_of_ngrams_that_is_empty_is_refused():

@@ -217,6 +217,16 @@ def test_the_given_state_is_left_alone():
     assert later.slots == {}
 
 
+def test_slots_are_reused_and_come_back_empty():
+    estimator = model()
+    state = admit(estimator, estimator.start(), list(range(20)))
+    state = learn(estimator, state, 7, 0, np.zeros(30, np.int64), 1)
+    state = admit(estimator, estimator.forget(state, [7, 1234]), [50])
+    assert state.slots[50] == 7
+    assert state.estimates.information[7].sum() == 0
+    assert sorted(state.slots.values()) == list(range(20))
+
+
 def test_a_level_is_not_that_of_the_requests_that_reach_late_positions():
     """Two kinds of requests, each with hazards that do not change by position: pooled counts would
     rise from 0.55 to 0.9.

@@ -7,7 +7,7 @@ import pytest
 
 from policy import AdaptivePlanner, LatencyModel
 from policy.learned import LearnedError
-from policy.trim import Calibration
+from policy.trim import BINS, EDGES, Calibration
 
 CLAIMS = np.linspace(0, 1, 401)
 
@@ -145,6 +145,13 @@ def test_no_nodes_teach_nothing_and_are_worth_nothing():
     none, start = np.zeros(0, np.int64), taught(0.9, 0.5, 100)
     assert start.learnt(none, none > 0, none / 1.0, none > 0) is start
     assert len(start.probability(none, none > 0, none / 1.0)) == 0
+
+
+def test_bins_hold_their_lower_edges():
+    assert len(EDGES) + 1 == BINS
+    nodes = np.zeros(len(EDGES), np.int64)
+    after = Calibration.none(1).learnt(nodes, nodes > 0, EDGES, nodes > 0)
+    assert after.counts.nodes[0, 0, :, 0].sum(0).tolist() == [0.0] + [1.0] * (BINS - 1)
 
 
 # -- over a restart

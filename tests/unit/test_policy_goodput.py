@@ -49,13 +49,13 @@ def test_a_tie_goes_to_less_speculation(rows):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8])
-def test_no_more_is_proposed_than_a_pass_has_room_for(rows):
-    room = problem(
-        np.full((rows, 2, 4), 0.9),
-        verify_s=lambda m: 1.0 if m <= rows + 1 else np.inf,
-        forward_s=0.0,
+def test_no_choice_exceeds_a_ceiling(rows):
+    ceiling = np.array([[3, 0], [0, 2], [0, 0], [1, 1]] * 2)[:rows]
+    choice, _ = best_choice(
+        problem(np.full((rows, 2, 4), 0.9), verify_s=flat, forward_s=0.0, ceiling=ceiling), 1.0
     )
-    assert best_choice(room, 1.0)[0].length.sum() == rows + 1
+    assert choice.length.tolist() == ceiling.max(1).tolist()
+    assert (choice.draft[choice.length == 0] == NO_DRAFT).all()
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4])

@@ -10,7 +10,7 @@ import pytest
 
 from policy import Drafted, FixedLength, NoSpeculation, Plan, Policy, SwitchedPolicy, Switches
 from policy.guard import Guard
-from policy.levels import LEVELS, NONE
+from policy.levels import LEVELS, NONE, rows_of
 from tests.fakes.policies import RNG, outcome, view
 
 DRAFTS = ("small", "large")
@@ -97,6 +97,13 @@ def test_what_loses_ends_and_what_pays_again_comes_back(rows, ahead):
     world.set(**GOOD)
     world.run(6000)
     assert world.level == "planned"
+
+
+def test_ends_within_hundreds_of_steps_from_the_start():
+    world = World(guard())
+    world.set(token_s=0.25, accepted=0.15)
+    world.run(400)
+    assert world.level == "none"
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -227,6 +234,10 @@ def test_loads_are_judged_apart():
         world.run(12)
     found = {v.rows: v.level for v in world.policy.verdicts(world.state)}
     assert found == {"2": "planned", "9-16": "none"}
+
+
+def test_buckets_have_the_names_of_their_rows():
+    assert [rows_of(place) for place in range(6)] == ["1", "2", "3-4", "5-8", "9-16", "17-32"]
 
 
 @pytest.mark.parametrize("change", ["prefill", "rows", "load"])

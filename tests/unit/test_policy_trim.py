@@ -100,11 +100,29 @@ def test_a_node_after_a_long_context_must_be_worth_more():
     assert trim(reading, seen, planned([4, 4]), same) == [3, 1]
 
 
+def test_where_time_is_free_all_are_verified_and_where_it_is_dear_none():
+    same = drafted([0.3] * 5, [0.3] * 3, [])
+    assert trim(line(1.0, 0.0), view(3), planned([5, 3, 0]), same) == [5, 3, 0]
+    assert trim(line(1.0, 1.0), view(3), planned([5, 3, 0]), same) == [0, 0, 0]
+
+
+def test_rows_whose_draft_is_sure_get_what_others_do_not():
+    proposed = drafted([0.9, 0.8, 0.7, 0.6], [0.5, 0.1, 0.01], [0.95])
+    assert trim(line(1.0, 0.55), view(3), planned([2, 3, 1]), proposed) == [4, 0, 1]
+
+
 @pytest.mark.parametrize("rows", [0, 1, 4])
 def test_where_nothing_is_proposed_nothing_is_verified(rows):
     assert (
         trim(line(1.0, 0.1), view(rows), planned([2] * rows), drafted(*[[]] * rows)) == [0] * rows
     )
+
+
+def test_a_huge_batch_is_trimmed_as_its_rows_would_be_where_no_token_is_cheaper_than_another():
+    rng = np.random.default_rng(3)
+    confidence = [np.cumprod(rng.random(8) ** 0.3).tolist() for _ in range(512)]
+    nodes = trim(line(1.0, 0.4, 8000), view(512), planned([4] * 512), drafted(*confidence))
+    assert nodes == [sum(c > 0.4 for c in row) for row in confidence]
 
 
 # -- the pass that it prices

@@ -22,7 +22,7 @@ from policy.simulate import deployments
 from policy.simulation.arms import WITHOUT, OraclePlanner, arm_of, make_policy
 from policy.simulation.deployment import Deployment, PaddedWidth, Work, perturb, step_parts
 from policy.simulation.experiments import Scenario, Task, run_once
-from policy.simulation.fleet import simulate, simulate_closed
+from policy.simulation.fleet import least_outstanding, simulate, simulate_closed
 from policy.simulation.presets import (
     CHAT,
     LLAMA_8B,
@@ -107,6 +107,27 @@ def test_planning_takes_its_time_in_every_step(hazard):
         )
         took_s.append(run.end_s / len(run.steps))
     assert took_s[1] - took_s[0] == pytest.approx(0.2 * STEP_S, rel=0.1)
+
+
+def test_a_closed_loop_serves_all_even_when_there_are_fewer_than_places():
+    run = simulate_closed(
+        flat(), drawn(flat(), mix(output=3), backlog(2)), FixedLength("a", 2), 0, 8
+    )
+    assert np.isfinite(run.latency_s).all()
+
+
+@pytest.mark.medium
+def test_without_speculation_it_is_the_queue_m_d_1():
+    load, service_s = 0.6, 2 * STEP_S
+    deployment = flat(max_active=1)
+    run = simulate(
+        deployment,
+        drawn(deployment, mix(output=2), bursty(4000, load / service_s, 1.0, seed=1)),
+        NoSpeculation,
+        0,
+    )
+    waiting_s = load * service_s / (2 * (1 - load))  # Pollaczek and Khinchine
+    assert run.mean_latency_s == pytest.approx(service_s + waiting_s, rel=0.05)
 
 
 @pytest.mark.medium
@@ -284,6 +305,11 @@ def test_the_repaired_coefficients_have_no_negative_term_and_keep_the_fit():
         ] == pytest.approx(published, rel=0.15)
 
 
+def test_routers_spread_requests():
+    assert least_outstanding([2, 0, 1], 5) == 1
+    assert {least_outstanding([0, 0, 0], i) for i in range(3)} == {0, 1, 2}
+
+
 def test_two_replicas_serve_a_backlog_in_half_the_time():
     deployment = flat(max_active=1)
     workload = drawn(deployment, mix(), backlog(20))
@@ -353,6 +379,14 @@ def test_where_chunks_limit_a_backlog_it_is_those_in_prefill_that_keep_steps_sho
     assert heeding > 1.05 * throughput(NoSpeculation())
     heedless = throughput(OraclePlanner(*known, PlannerConfig(waiting_price=False)))
     assert heedless < 0.95 * heeding
+
+
+@pytest.mark.parametrize("arm", ["nothing", "fixed:big:3", "fixed:eagle:x", "spin"])
+def test_an_unknown_arm_is_refused(arm):
+    deployment = llama_8b_h100()
+    workload = drawn(deployment, MIXED, bursty(1, 4.0, 1.0, 0))
+    with pytest.raises(ValueError, match=arm):
+        make_policy(arm, deployment, MIXED, workload, deployment.latency, 0)
 
 
 def test_a_draft_that_catches_up_is_scored_by_the_chains_that_it_would_have_made():
@@ -475,6 +509,33 @@ def test_a_simulated_step_teaches_what_the_server_s_log_of_it_would():
             (~outcome.nodes.accepted[1:] & ~outcome.nodes.accepted[:-1]).any()
         )
     assert failed_after > 10
+
+
+def test_drafts_show_as_much_as_the_deployment_says():
+    lead = []
+    for showing in (0.0, 0.7, 2.0):
+        made = replace(llama_8b_h100(), showing=(0.0, showing), full_information=True)
+        policy, shown, accepted = Trimmed(), [], []
+        simulate(
+            made,
+            draw(CHAT, made.drafts, backlog(6), 0, made.k_max, 10.0),
+            lambda policy=policy: policy,
+            0,
+        )
+        for view, _, _, outcome in policy.steps:
+            if not showing:
+                assert view.evidence is outcome.rows.evidence is None
+                continue
+            assert not view.evidence[:, 0].any()
+            assert ((view.evidence[:, 1] > 0) == (view.ceiling[:, 1] > 0)).all()
+            informed = (outcome.free.evidence > 0) & (outcome.free.scored > 0)
+            shown += outcome.free.evidence[informed].tolist()
+            accepted += (outcome.free.accepted[informed] > 0).tolist()
+        bins = [
+            np.array(shown or [0, 0])[np.array(accepted or [0, 1]) == right] for right in (0, 1)
+        ]
+        lead.append(bins[1].mean() - bins[0].mean())
+    assert lead[0] < lead[1] < lead[2]
 
 
 def test_what_is_not_verified_is_not_accepted_and_costs_no_time():
