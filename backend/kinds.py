@@ -252,12 +252,11 @@ KINDS = {
     "eagle": Kind(
         "backend.engines.eagle.kind",
         architectures=("SpindleEagle",),
-        package=_TORCH,
         int8_package=_OPENVINO,
         dtypes=("bf16", "fp32", "int8", "fp64"),
         target=False,
         reads_target=True,
-        behaviour=1,
+        behaviour=2,
     ),
     "lookup": Kind("backend.engines.lookup", model=False, target=False, known_s=2e-5),
     "suffix": Kind(

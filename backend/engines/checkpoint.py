@@ -25,6 +25,8 @@ UNUSED = "rotary_emb.inv_freq"
 _T = TypeVar("_T")
 
 Rows = npt.NDArray[np.int64] | Seq[int] | slice
+Stored = npt.NDArray[Any]
+"""Numbers as a file has them, those in bf16 as their bits."""
 Bits = npt.NDArray[np.uint16]
 """Numbers in bf16, which NumPy does not have."""
 
@@ -50,7 +52,7 @@ class StoredMatrix:
 
     def __init__(
         self,
-        stored: npt.NDArray[Any],  # [rows, columns], bf16 as its bits
+        stored: Stored,  # [rows, columns]
     ) -> None:
         self._stored = stored
         self.shape = stored.shape
@@ -81,7 +83,7 @@ def read_arrays(file: Path) -> dict[str, npt.NDArray[Any]]:
     """
     return {
         name: stored.copy() if np.issubdtype(stored.dtype, np.signedinteger) else _in_fp32(stored)
-        for name, stored in _map_file(file).items()
+        for name, stored in map_file(file).items()
     }
 
 
@@ -89,14 +91,14 @@ def map_embeddings(folder: Path) -> tuple[StoredMatrix, StoredMatrix] | None:
     """Return a model's embedding and head [vocab, hidden] in their files; None where one of them
     may be quantised. Raises CheckpointError for a folder without them.
     """
-    arrays: dict[str, npt.NDArray[Any]] = {}
+    arrays: dict[str, Stored] = {}
     config = read_model_config(folder)
     is_quantized, is_tied = (
         bool(config.get(key)) for key in ("quantization_config", "tie_word_embeddings")
     )
     try:
         for file in weight_files(folder):
-            arrays |= _map_file(file, "embed_tokens.weight", "lm_head.weight")
+            arrays |= map_file(file, "embed_tokens.weight", "lm_head.weight")
     except CheckpointError:
         if is_quantized:  # to 8 bits
             return None
@@ -144,12 +146,12 @@ def read_rope(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _in_fp32(
-    stored: npt.NDArray[Any],  # of any shape, such as [rows, columns]
+    stored: Stored,  # of any shape, such as [rows, columns]
 ) -> Floats:
     return widen(stored) if stored.dtype == np.uint16 else stored.astype(np.float32)
 
 
-def _map_file(file: Path, *ends: str) -> dict[str, npt.NDArray[Any]]:
+def map_file(file: Path, *ends: str) -> dict[str, Stored]:
     """Return the tensors of a file by name, mapped and not read yet: all, or those with one of
     these ends. Raises ConfigError for one that is damaged, and for tensors of other kinds.
 
@@ -159,7 +161,7 @@ def _map_file(file: Path, *ends: str) -> dict[str, npt.NDArray[Any]]:
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
         header: dict[str, Any] = json.loads(opened.read(size))
-    arrays: dict[str, npt.NDArray[Any]] = {}
+    arrays: dict[str, Stored] = {}
     for name, entry in header.items():
         if name == "__metadata__" or not name.endswith(ends or ("",)):
             continue

@@ -2,10 +2,10 @@
 
     python -m bench.micro.eagle_cost --seed 0 --rounds 15
 
-Both run on torch, in one thread. For each shape and batch: the target's pass of one token a row
-(and of a prompt's chunk), what the head takes of that pass (``absorb``), and a depth of its
-proposals, in medians of interleaved rounds, with their shares of the pass. Memory is planned, for
-2,048 tokens a row. Prints a record in JSON.
+The target runs on torch and the head on OpenVINO, in one thread. For each shape and batch: the
+target's pass of one token a row (and of a prompt's chunk), what the head takes of that pass
+(``absorb``), and a depth of its proposals, in medians of interleaved rounds, with their shares of
+the pass. Memory is planned, for 2,048 tokens a row. Prints a record in JSON.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import argparse
 import json
 import random
 from collections.abc import Callable
-from functools import partial
 from math import prod
 from statistics import median
 from time import perf_counter
@@ -24,15 +23,15 @@ import torch
 
 from backend.engines.eagle.engine import EagleEngine
 from backend.engines.eagle.folder import EagleShape
-from backend.engines.eagle.model import EagleModel, TorchRows
-from backend.engines.eagle.openvino import OpenvinoRows
+from backend.engines.eagle.openvino import OpenvinoModel
 from backend.engines.latency_cases import Case, blocks_for
 from backend.engines.models.spec import AttentionSpec
 from backend.engines.port import HiddenStates
 from backend.engines.torch.engine import TorchEngine
+from backend.engines.weights import stored_matrix
 from backend.machine import machine
 from backend.request import SamplingParams
-from backend.sequence import Sequence
+from backend.sequence import BLOCK_TOKENS, Sequence
 from bench import records
 from bench.cuda.random_models import DecoderShape, random_llama
 from engines_build.timing import Rig
@@ -46,6 +45,7 @@ SHAPES = {
 
 CONTEXT, DEPTH, CHUNK = 512, 4, 256
 ROWS = (1, 8)
+FORMS = ("", " in int8")
 
 
 def engines(
@@ -76,18 +76,20 @@ def engines(
     heads_of, dim = (model.heads, model.kv_heads), model.dim
     specs = [AttentionSpec(n, *heads_of, dim, dim, dim**-0.5) for n in range(model.layers)]
     target = TorchEngine("target", lm, specs, taps=layers, **sizes)
-    precision = "bf16" if dtype == torch.bfloat16 else "f32"
-    int8 = partial(OpenvinoRows, precision=precision, threads=1)
+    arrays = {n: t.float().numpy() if "." in n else t.numpy() for n, t in tensors.items()}
+    table = stored_matrix(embedding)
     heads = {}
-    for form, kernels in (("", TorchRows), (" in int8", int8)):
-        run_by = EagleModel(
+    for form in FORMS:
+        run_by = OpenvinoModel(
             shape,
-            tensors,
-            embedding=embedding,
-            lm_head=embedding,
+            arrays,
+            embedding=table,
+            lm_head=table,
             positions=2048,
-            dtype=dtype,
-            kernels=kernels,
+            slots=sizes["kv_blocks"] * BLOCK_TOKENS,
+            rounded=form == " in int8",
+            narrow=dtype == torch.bfloat16,
+            threads=1,
         )
         heads[form] = EagleEngine("eagle", run_by, max_draft_tokens=DEPTH, **sizes)
     return target, heads, shape

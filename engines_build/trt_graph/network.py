@@ -86,7 +86,7 @@ class DecoderGraph:
     def __init__(self, graph: Graph, step: StepNetwork) -> None:
         self._graph, self._step, self._config = graph, step, step.config
         cos, sin = (
-            table.double().numpy() for table in rope_tables(step.config, step.max_positions)
+            table.astype(np.float64) for table in rope_tables(step.config, step.max_positions)
         )
         self._cos, self._sin = (
             graph.constant(table.astype(NUMPY[step.wide])).to(step.dtype) for table in (cos, sin)

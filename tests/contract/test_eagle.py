@@ -5,15 +5,16 @@ trees, steps of other drafts, shared blocks and pre-emption.
 from __future__ import annotations
 
 import hashlib
+import math
 import random
-from math import log
 
 import pytest
 import torch
 
 from backend.engines.eagle.engine import EagleEngine
 from backend.engines.eagle.kind import latency_cases
-from backend.engines.eagle.model import EagleModel
+from backend.engines.eagle.model import TorchModel
+from backend.engines.eagle.openvino import OpenvinoModel
 from backend.engines.latency_cases import blocks_for
 from backend.engines.port import HiddenStates, Turn
 from backend.engines.spine import CANDIDATES
@@ -49,10 +50,28 @@ def poison(engine: EagleEngine) -> None:
         for p in range(1, len(cache.ran))
     }
     known = [b * BLOCK_TOKENS + o for b in engine._caches.contents for o in range(BLOCK_TOKENS)]
-    kept = torch.tensor(sorted({*live, *known, len(engine._pool) - 1}))
-    rows = engine._pool[kept].clone()
-    engine._pool.fill_(torch.nan)
-    engine._pool[kept] = rows
+    pool = engine._model._pool
+    kept = sorted({*live, *known, len(pool) - 1})
+    rows = pool[kept]
+    pool[:] = math.nan
+    pool[kept] = rows
+
+
+ROOM = {"positions": 256, "slots": BLOCKS * BLOCK_TOKENS}
+
+
+def on_torch(shape, tensors, embedding, head):
+    """A model in fp64."""
+    tables = {"embedding": embedding, "lm_head": head}
+    return TorchModel(shape, tensors, **tables, **ROOM, dtype=torch.float64)
+
+
+def on_openvino(shape, tensors, embedding, head):
+    """A model in fp32."""
+    arrays = {name: one.numpy() for name, one in tensors.items()}
+    tables = {"embedding": embedding.float().numpy(), "lm_head": head.float().numpy()}
+    how = {"rounded": False, "narrow": False, "threads": 1}
+    return OpenvinoModel(shape, arrays, **tables, **ROOM, **how)
 
 
 class Life:
@@ -60,7 +79,9 @@ class Life:
     are a mean over those before it.
     """
 
-    def __init__(self, kind: dict[str, object], seed: int, width: int) -> None:
+    def __init__(
+        self, kind: dict[str, object], seed: int, width: int, runtime: str = "torch"
+    ) -> None:
         self.shape, tensors = random_head(seed, **kind)
         tensors = {n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}
         generator = torch.Generator().manual_seed(seed)
@@ -70,14 +91,7 @@ class Life:
 
         vocab, hidden = self.shape.vocab_size, self.shape.hidden_size
         tables = weights(vocab, hidden), weights(vocab, hidden)
-        model = EagleModel(
-            self.shape,
-            tensors,
-            embedding=tables[0],
-            lm_head=tables[1],
-            positions=256,
-            dtype=torch.float64,
-        )
+        model = (on_torch if runtime == "torch" else on_openvino)(self.shape, tensors, *tables)
         self.reference = EagleReference(self.shape, tensors, *tables).double().eval()
         sizes = {"kv_blocks": BLOCKS, "max_context_tokens": 240, "max_draft_tokens": 8}
         self.counted: list[tuple[str, str]] = []
@@ -157,7 +171,7 @@ class Life:
             )
             mine = dict(zip(own, proposal.confidence, strict=True))
             for path, confidence in mine.items():
-                assert log(confidence) == pytest.approx(expected[path], abs=1e-4)
+                assert math.log(confidence) == pytest.approx(expected[path], abs=1e-4)
             left_out = {path: p for path, p in expected.items() if path not in mine}
             assert all(self._is_faint(path, expected) for path in left_out)
             self.nodes += len(mine)
@@ -171,9 +185,11 @@ class Life:
         return expected[path] < max(siblings) - 3.0 or self._is_faint(path[:-1], expected)
 
 
-def live(kind: dict[str, object], seed: int, width: int, steps: int) -> Life:
+def live(
+    kind: dict[str, object], seed: int, width: int, steps: int, runtime: str = "torch"
+) -> Life:
     """Three requests from their first chunk to a pre-emption."""
-    life = Life(kind, seed, width)
+    life = Life(kind, seed, width, runtime)
     rng = life.rng
     first = life.new(1, life.drawn(75), [3, 7, 1, 9, 5, 2])
     short = life.new(2, life.drawn(2), [12, 13, 14])
@@ -209,22 +225,23 @@ def live(kind: dict[str, object], seed: int, width: int, steps: int) -> Life:
     return life
 
 
-@pytest.mark.parametrize("width", [1, 3], ids=["spine", "tree"])
+@pytest.mark.parametrize(("width", "runtime"), [(1, "torch"), (3, "openvino")])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_every_node_is_that_of_the_whole_text_run_again(kind, width):
-    assert live(kind, 0, width, steps=6).nodes > 100
+def test_every_node_is_that_of_the_whole_text_run_again(kind, width, runtime):
+    assert live(kind, 0, width, 6, runtime).nodes > 100
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 7))
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_every_node_is_that_of_the_whole_text_run_again_for_many_lives(kind, seed):
-    assert live(kind, seed, 1 + seed % 3, steps=14).nodes > 200
+    runtime = "openvino" if seed == 1 else "torch"
+    assert live(kind, seed, 1 + seed % 3, 14, runtime).nodes > 200
 
 
-def started(seed=0, width=1, tokens=40):
+def started(runtime="torch", tokens=40):
     """A life with one request whose prompt has run."""
-    life = Life({}, seed, width)
+    life = Life({}, 0, 1, runtime)
     sequence = life.new(1, life.drawn(tokens), [3, 7, 1, 9])
     life.absorb((sequence, 0, tokens - 1))
     return life, sequence
@@ -255,9 +272,9 @@ def test_a_text_with_missing_states_gets_no_proposals_until_it_starts_again():
 
 def test_states_that_came_before_change_nothing():
     life, sequence = started()
-    before = life.engine._pool.clone()
+    before = life.engine._model._pool.clone()
     life.absorb((sequence, 20, 39), (sequence, 38, 39))
-    torch.testing.assert_close(life.engine._pool, before, equal_nan=True)
+    torch.testing.assert_close(life.engine._model._pool, before, equal_nan=True)
 
 
 def test_every_turn_may_bring_another_record_of_the_same_text():
@@ -277,11 +294,12 @@ def test_the_blocks_of_a_text_that_has_ended_serve_the_next_one_up_to_its_last_t
     life.check({following: 2})
 
 
-def test_a_state_without_numbers_ends_its_own_proposal_only():
-    life, sequence = started()
+@pytest.mark.parametrize("runtime", ["torch", "openvino"])
+def test_a_state_without_numbers_ends_its_own_proposal_only(runtime):
+    life, sequence = started(runtime)
     other = life.new(2, life.drawn(20), [4])
     life.absorb((other, 0, 19))
-    life.engine._texts[2].state = life.engine._texts[2].state * torch.nan
+    life.engine._texts[2].state = life.engine._texts[2].state * math.nan
     turns = [Turn(one, len(one.tokens), run=3, nodes=256) for one in (sequence, other)]
     life.engine.submit(turns)
     sound, none = (completion.proposal for completion in life.engine.poll(0.0))
@@ -316,15 +334,16 @@ def test_a_turn_that_it_cannot_run_fails_alone():
 def test_what_is_timed_of_a_head_is_its_passes(case):
     shape, tensors = random_head(0)
     table = torch.zeros(shape.vocab_size, shape.hidden_size)
-    model = EagleModel(shape, tensors, embedding=table, lm_head=table, positions=2048)
     sizes = {"kv_blocks": blocks_for([case]), "max_context_tokens": 2000}
+    room = {"positions": 2048, "slots": sizes["kv_blocks"] * BLOCK_TOKENS}
+    model = TorchModel(shape, tensors, embedding=table, lm_head=table, **room)
     engine = EagleEngine("eagle", model, max_draft_tokens=case.run, **sizes)
-    passes, rows = [], model.rows
+    passes, run = [], model.run
 
-    def noted(tokens, *arguments):
-        passes.append(len(tokens))
-        return rows(tokens, *arguments)
+    def noted(rows, mask):
+        passes.append(len(rows.tokens))
+        return run(rows, mask)
 
-    model.rows = noted
+    model.run = noted
     Rig(engine, random.Random(0)).time(case)
     assert passes == [case.rows] * case.run

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from backend.engines.eagle.engine import EagleEngine
-from backend.engines.eagle.model import EagleModel
+from backend.engines.eagle.model import TorchModel
 from backend.engines.port import HiddenStates, Turn
 from backend.engines.spine import CANDIDATES
-from backend.sequence import Sequence
+from backend.sequence import BLOCK_TOKENS, Sequence
 from tests.contract import checks, deployment, scenarios
 from tests.contract.cuda_engines import on_cuda_engine
 from tests.contract.deployment import BLOCKS, K_MAX, MAX_CONTEXT_TOKENS, TAPS, VOCAB
@@ -45,12 +45,13 @@ class RecordedEagle(EagleEngine):
 
     def __init__(self, width=1):
         shape, tensors, table = head()
-        model = EagleModel(
+        model = TorchModel(
             shape,
             tensors,
             embedding=table,
             lm_head=table,
             positions=MAX_CONTEXT_TOKENS + K_MAX,
+            slots=BLOCKS * BLOCK_TOKENS,
             dtype=torch.float64,
         )
         sizes = {"kv_blocks": BLOCKS, "max_context_tokens": MAX_CONTEXT_TOKENS}

@@ -17,9 +17,10 @@ from safetensors.torch import save_file
 from backend.config import parse_config
 from backend.engines.head.engine import HeadEngine
 from backend.engines.head.folder import HeadConfig
-from backend.engines.head.kind import _read_embeddings, convert, latency_cases
+from backend.engines.head.kind import convert, latency_cases
 from backend.engines.head.network import HeadNetwork, TorchHead
 from backend.engines.head.openvino import OpenvinoHead
+from backend.engines.models.reading import bring_embeddings
 from backend.engines.port import HiddenStates, Turn
 from backend.engines.registry import Service
 from backend.request import SamplingParams
@@ -238,7 +239,7 @@ def test_a_quantised_embedding_is_widened_once_and_then_read_without_torch(
 
     def read():
         convert(None, tmp_path, service, lines.append)
-        return _read_embeddings(target)
+        return bring_embeddings(target)
 
     for _ in range(2):
         ours = read()

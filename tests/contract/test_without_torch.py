@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from backend import PROJECT_ROOT
-from backend.config import parse_config
 from backend.engines.openvino.graph_cache import bring_graph
+from tests.fakes.eagle import converted, published, random_head, write
 
 FOLDERS = PROJECT_ROOT / "engines_build/drafts"
 HEAD = {"name": "head", "engine": "head", "model": str(FOLDERS / "tiny-head"), "dtype": "int8"}
@@ -26,18 +26,30 @@ CONFIG = {
 }
 SERVE = """
 import json, sys
+from dataclasses import replace
+from pathlib import Path
 
 sys.modules["torch"] = sys.modules["transformers"] = None  # their import fails
 
 from backend.app import build
+from backend.checked_settings import ConfigError
 from backend.config import parse_config
+from backend.engines.registry import Service, module_of
+from backend.model_folders import model_path
 from backend.request import GenerationRequest
 from bench.in_process import generate
 from policy import LatencyTable, NoSpeculation
 
-names = ("target", "head", "wide")
+config = parse_config(json.loads(sys.argv[1]))
+draft = replace(config.drafts[-1], model=sys.argv[2])
+try:
+    folder = Path(draft.model)
+    refusal = module_of(draft).convert(draft, folder, Service(config, 1, model_path), print)
+except ConfigError as error:
+    refusal = str(error)
+names = ("target", "head", "wide", "eagle")
 tables = {name: LatencyTable.synthetic(name, {1: 0.001, 64: 0.01}) for name in names}
-app = build(parse_config(json.loads(sys.argv[1])), tables)
+app = build(config, tables)
 ways = [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}, {"temperature": 1.0, "top_k": 9}]
 ways += [{"frequency_penalty": 0.5, "return_log_probs": True, "temperature": 0.7}]
 asks = [
@@ -45,21 +57,25 @@ asks = [
 ]
 speculated = generate(app, asks, together=4)
 plain = generate(app, asks, policy=NoSpeculation())
-print(json.dumps([[s.sequence.tokens, s.accepted] for s in speculated + plain]))
+drafted = [labels for name, labels, _ in app.stats.drain().counters if "draft_tokens" in name]
+answers = [[s.sequence.tokens, s.accepted] for s in speculated + plain]
+print(json.dumps([answers, refusal, sorted({one["draft"] for one in drafted})]))
 app.close()
 """
 
 
 @pytest.mark.medium
-def test_requests_are_served_with_a_head_and_the_same_texts_as_without(tmp_path):
+def test_requests_are_served_with_heads_and_the_same_texts_as_without(tmp_path):
+    eagle = {"name": "eagle", "model": str(converted(tmp_path / "eagle"))}
+    config = CONFIG | {"drafts": [*CONFIG["drafts"], eagle]}
+    published_head = write(tmp_path / "published", "flat", *published("flat", *random_head()))
     environment = {**os.environ, "SPINDLE_CACHE": str(tmp_path), "NUMBA_DISABLE_JIT": "1"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPINDLE_CACHE", str(tmp_path))
         folder = FOLDERS / "tiny-target"
-        head = json.loads((FOLDERS / "tiny-head/config.json").read_text())
-        bring_graph(folder, parse_config(CONFIG).target.dtype, head["layers"])
+        bring_graph(folder, "fp32", (1, 2, 3, 4))
     done = subprocess.run(
-        [sys.executable, "-c", SERVE, json.dumps(CONFIG)],
+        [sys.executable, "-c", SERVE, json.dumps(config), str(published_head)],
         cwd=PROJECT_ROOT,
         env=environment,
         capture_output=True,
@@ -68,7 +84,9 @@ def test_requests_are_served_with_a_head_and_the_same_texts_as_without(tmp_path)
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    answers = json.loads(done.stdout)
+    answers, refusal, drafted = json.loads(done.stdout)
+    assert f"converting {published_head} needs the package torch: install spindle[conv" in refusal
+    assert {"eagle", "head", "wide"} <= {*drafted}
     texts = [tokens for tokens, _ in answers]
     assert texts[:4] == texts[4:]
     assert len(set(map(tuple, texts))) == 4

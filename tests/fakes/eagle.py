@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from backend import PROJECT_ROOT
 from backend.engines.eagle.dialects import TargetShape
-from backend.engines.eagle.folder import EagleShape
+from backend.engines.eagle.folder import WEIGHTS_FILE, EagleShape, read_shape, save
+from backend.storage.manifest import vocabulary_sha256
 
 SHAPE = EagleShape(
     vocab_size=96,
@@ -42,6 +44,24 @@ def random_head(seed: int = 0, **changes: Any) -> tuple[EagleShape, dict[str, to
             scale = 1.0 if "embed" in name else 2.0 / size[1] ** 0.5
             tensors[name] = scale * torch.randn(size, generator=generator)
     return shape, tensors
+
+
+TINY_TARGET = PROJECT_ROOT / "engines_build/drafts/tiny-target"
+_ITS_SIZES = {"vocab_size": 4096, "hidden_size": 256, "target_hidden_size": 256}
+
+
+def converted(folder: Path, target_sha256: str = "", **changes: Any) -> Path:
+    """Write a random head of ``TINY_TARGET`` in converted form."""
+    shape, tensors = random_head(**{**_ITS_SIZES, "layers": (1, 2, 3), **changes})
+    vocabulary = vocabulary_sha256(TINY_TARGET / "tokenizer.json")
+    known = {"vocabulary_sha256": vocabulary, "target_sha256": target_sha256}
+    save(folder, shape, tensors, known)
+    return folder
+
+
+def read(folder: Path) -> tuple[EagleShape, dict[str, torch.Tensor]]:
+    """Return the shape and the tensors of a converted head."""
+    return read_shape(folder), load_file(folder / WEIGHTS_FILE)
 
 
 TARGET = TargetShape(hidden_size=32, vocab_size=96, num_layers=8)

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from backend.engines.eagle.dialects import TargetShape, read_published
 from backend.engines.eagle.engine import EagleEngine
-from backend.engines.eagle.model import EagleModel
+from backend.engines.eagle.model import TorchModel
 from backend.engines.port import HiddenStates, Turn
 from backend.request import SamplingParams
 from backend.sequence import Sequence
@@ -105,9 +105,8 @@ class Here:
         head = read_published(folder, TargetShape(128, 512, 8))
         self.layers = head.shape.layers
         rows = self.lm.lm_head.weight.detach(), self.lm.get_input_embeddings().weight.detach()
-        model = EagleModel(
-            head.shape, head.tensors, embedding=rows[1], lm_head=rows[0], positions=512
-        )
+        tables, room = {"embedding": rows[1], "lm_head": rows[0]}, {"positions": 512, "slots": 512}
+        model = TorchModel(head.shape, head.tensors, **tables, **room)
         sizes = {"kv_blocks": 16, "max_context_tokens": 480, "max_draft_tokens": LENGTH}
         self.engine = EagleEngine("eagle", model, **sizes)
 

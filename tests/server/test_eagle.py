@@ -9,9 +9,8 @@ import json
 import numpy as np
 import pytest
 
-from backend.engines.eagle.folder import load
 from tests.fakes.counting import UNKNOWN, accepted, counted, write_head, write_target
-from tests.fakes.eagle import published, write
+from tests.fakes.eagle import published, read, write
 from tests.server.tensors import connected, ids_of
 
 TOKENS, LENGTH, MOST_TURNS = 120, 4, 40
@@ -27,7 +26,7 @@ def service(request, start_service, tmp_path_factory):
     head = write_head(folder / "head", target)
     engine, _, is_published = request.param.partition(", ")
     if is_published:
-        files = published("SafeAILab", *load(head))
+        files = published("SafeAILab", *read(head))
         head = write(folder / "published", "SafeAILab", *files)
     settings = {
         "target": {"engine": engine, "model": str(target), "dtype": "fp32"},

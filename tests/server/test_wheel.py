@@ -12,6 +12,7 @@ import pytest
 
 from backend import PROJECT_ROOT
 from backend.launcher.processes import command_line
+from tests.fakes.eagle import converted
 from tests.server.harness import Service, free_ports
 
 PACKAGES = ("policy", "backend", "engines_build", "model_repository")
@@ -81,7 +82,9 @@ def test_the_wheel_serves_in_an_empty_environment(tmp_path_factory):
     run(programs / "pip", "install", "--quiet", f"{wheel}[serve]")  # no torch
     folder = tmp_path / "elsewhere"
     folder.mkdir()
+    eagle = converted(folder / "eagle")
     drafts = [
+        {"name": "eagle", "model": str(eagle)},
         {"name": "small", "engine": "openvino", "model": f"{FAMILY}-0.9m", "dtype": "fp32"},
         {"name": "head", "engine": "head", "model": f"{FAMILY}-head", "dtype": "int8"},
     ]

@@ -24,8 +24,8 @@ def test_rope_tables_are_those_of_transformers(rope):
     shape.rope_parameters = {**rope, "rope_theta": 5e3}
     wanted = LlamaRotaryEmbedding(shape)(torch.zeros(1), torch.arange(100)[None])
     signs = torch.tensor([-1.0] * 4 + [1.0] * 4)  # of halves that are swapped
-    torch.testing.assert_close(cos, wanted[0][0])
-    torch.testing.assert_close(sin, wanted[1][0] * signs)
+    torch.testing.assert_close(torch.from_numpy(cos), wanted[0][0])
+    torch.testing.assert_close(torch.from_numpy(sin), wanted[1][0] * signs)
 
 
 def test_a_table_finds_and_reads_positions_in_its_blocks():

@@ -17,6 +17,7 @@ from engines_build.distill.arguments import parse
 from engines_build.distill.eagle import EagleNetwork, EagleUnroller, eagle_shape, export_eagle
 from engines_build.distill.head import HeadSample
 from engines_build.distill.make_head import distil_head
+from tests.fakes.eagle import read
 from tests.unit.training import SHORTLIST, arguments, write_target
 
 
@@ -81,7 +82,7 @@ def test_a_head_is_written_in_safeailab_s_files(names_layers, target, tmp_path):
         found = read_published(tmp_path / "head", TargetShape(64, len(rows), 2))
         assert found.shape == replace(network.shape, own_head=True)
         convert(tmp_path / "head", target, tmp_path / "out")
-        shape, tensors = load(tmp_path / "out")
+        shape, tensors = read(tmp_path / "out")
         assert shape == network.shape  # its rows are the target's
         for name, tensor in network.tensors().items():
             torch.testing.assert_close(tensors[name].to(tensor), tensor, rtol=1e-3, atol=1e-4)

@@ -24,7 +24,7 @@ from backend.storage.manifest import check_pair, read_manifest, weights_sha256
 from backend.storage.tables import table_file, timed_engines
 from engines_build.prepare import convert_folders, prepare
 from policy.latency import SYNTHETIC, LatencyTable
-from tests.fakes.eagle import published, random_head, write
+from tests.fakes.eagle import published, random_head, read, write
 from tests.unit.training import write_target
 
 
@@ -56,7 +56,7 @@ def test_matrices_that_are_the_target_s_are_left_out(dtype, target, tmp_path):
     tensors["embed_tokens.weight"] = embedding.to(dtype)
     tensors["lm_head.weight"] = rows[tensors["token_ids"]].to(dtype)
     convert(folder_of(tmp_path / "head", (shape, tensors)), target, tmp_path / "out")
-    found, kept = load(tmp_path / "out")
+    found, kept = read(tmp_path / "out")
     assert found == replace(shape, own_embedding=False, own_head=False)
     assert not {"embed_tokens.weight", "lm_head.weight"} & kept.keys()
 
@@ -66,7 +66,7 @@ def test_matrices_of_its_own_are_kept(target, tmp_path):
     tensors["embed_tokens.weight"] = load_embeddings(target)[0].clone()
     tensors["embed_tokens.weight"][3, 4] += 0.5
     convert(folder_of(tmp_path / "head", (shape, tensors)), target, tmp_path / "out")
-    found, kept = load(tmp_path / "out")
+    found, kept = read(tmp_path / "out")
     assert found == shape
     assert torch.equal(kept["embed_tokens.weight"], tensors["embed_tokens.weight"])
 

@@ -1,7 +1,7 @@
 import json
 
+import numpy as np
 import pytest
-import torch
 
 from backend.checked_settings import ConfigError
 from backend.engines.eagle.folder import load, read_shape, save
@@ -24,7 +24,8 @@ def test_a_head_is_read_as_it_was_written(form, tmp_path):
     same, again = load(tmp_path)
     assert same == shape
     assert again.keys() == tensors.keys() == shape.tensors().keys()
-    assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(again[name], tensor.numpy())
     assert json.loads((tmp_path / "config.json").read_text())["source"] == "test"
 
 
@@ -67,5 +68,5 @@ def test_missing_and_broken_files_are_named(tmp_path):
         read_shape(tmp_path)
     save(tmp_path, *random_head(), {})
     (tmp_path / "model.safetensors").write_bytes(b"no tensors")
-    with pytest.raises(ConfigError, match=r"cannot read .*model\.safetensors"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors is damaged"):
         load(tmp_path)

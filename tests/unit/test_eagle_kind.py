@@ -3,35 +3,34 @@
 import logging
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
-from backend import PROJECT_ROOT
 from backend.app import build
 from backend.checked_settings import ConfigError
 from backend.config import PolicyConfig, parse_config
 from backend.engine_config import EngineConfig
-from backend.engines.eagle.folder import save
+from backend.engines.eagle.engine import HeadRows
+from backend.engines.eagle.folder import load
 from backend.engines.eagle.kind import footprint, make, taps
-from backend.engines.eagle.model import RowWeights, TorchRows
-from backend.engines.eagle.openvino import OpenvinoRows
+from backend.engines.eagle.model import TorchModel
+from backend.engines.eagle.openvino import OpenvinoModel
 from backend.engines.registry import Service, module_of
 from backend.kinds import KINDS, automatic
 from backend.machine import machine
 from backend.model_folders import check_folders, check_pairs, model_path
 from backend.request import GenerationRequest
-from backend.storage.manifest import vocabulary_sha256
 from bench.in_process import generate
 from policy import LatencyTable
-from tests.fakes.eagle import published, random_head, write
+from tests.fakes.eagle import TINY_TARGET as TARGET
+from tests.fakes.eagle import converted, published, random_head, read, write
 
-TARGET = PROJECT_ROOT / "engines_build/drafts/tiny-target"
 TABLES = {
     "target": LatencyTable.synthetic("target", {1: 0.004, 8: 0.005, 64: 0.02}),
     "eagle": LatencyTable.synthetic("eagle", {1: 0.0003, 64: 0.001}),
 }
 NONE = PolicyConfig(kind="none")
-SIZES = {"vocab_size": 4096, "hidden_size": 256, "target_hidden_size": 256, "layers": (1, 2, 3)}
 
 
 @pytest.fixture(autouse=True)
@@ -41,11 +40,7 @@ def a_cache_of_its_own(tmp_path, monkeypatch):
 
 
 def folder(tmp_path, target_sha256="", **changes):
-    shape, tensors = random_head(**SIZES | changes)
-    vocabulary = vocabulary_sha256(TARGET / "tokenizer.json")
-    known = {"vocabulary_sha256": vocabulary, "target_sha256": target_sha256}
-    save(tmp_path / "eagle", shape, tensors, known)
-    return tmp_path / "eagle"
+    return converted(tmp_path / "eagle", target_sha256, **changes)
 
 
 def config(head, target=None, **settings):
@@ -72,18 +67,15 @@ def test_auto_means_only_targets_that_give_states():
 
 @pytest.mark.parametrize("own", [True, False], ids=["own matrices", "the target's"])
 def test_its_memory_is_that_of_its_tensors(tmp_path, own):
-    made = config(folder(tmp_path, own_embedding=own, own_head=own))
+    made = config(folder(tmp_path, own_embedding=own, own_head=own), dtype="fp64")
     service = Service(made, 1, model_path)
     draft = made.drafts[0]
     engine = make(draft, service)
     planned = footprint(draft, made, model_path(draft))
-    pool = engine._pool.numel() * 4
-    assert planned.kv == pytest.approx(pool, rel=0.01)
     model = engine._model
-    weights, rows = model._weights.values(), model._rows._weights
-    matrices = [*weights, model._kv, rows.qkv, rows.o, rows.gate_up, rows.down, rows.head]
-    whole = sum(tensor.numel() * 4 for tensor in matrices)
-    whole += model._embedding.numel() * (4 if own else 2)
+    assert planned.kv == pytest.approx(model._pool.numel() * 8, rel=0.01)
+    whole = sum(tensor.numel() * 8 for name, tensor in model._weights.items() if name != "kv")
+    whole += model._embedding.numel() * (8 if own else 2)
     assert planned.weights == pytest.approx(whole, rel=0.1)
 
 
@@ -173,28 +165,37 @@ def test_a_processor_runs_it_in_int8_where_openvino_is_installed(tmp_path, monke
         assert parse_config(raw).drafts[0].dtype == narrow
     wide, made = (config(head, raw["target"], dtype=dtype) for dtype in (narrow, "int8"))
     one, other = (make(c.drafts[0], Service(c, 1, model_path)) for c in (wide, made))
-    assert one._pool.dtype == other._pool.dtype
+    kv = [engine._model._pool.nbytes for engine in (one, other)]
+    assert kv[0] == kv[1]
+    assert footprint(made.drafts[0], made, model_path(made.drafts[0])).kv == pytest.approx(
+        kv[0], rel=0.01
+    )
     assert footprint(wide.drafts[0], wide, model_path(wide.drafts[0])) == footprint(
         made.drafts[0], made, model_path(made.drafts[0])
     )
 
 
-def test_int8_on_openvino_computes_nearly_what_torch_does():
-    generator = torch.Generator().manual_seed(0)
-
-    def weights(*size):
-        return 0.05 * torch.randn(size, generator=generator)
-
-    norms = torch.ones(256), torch.ones(256)
-    products = weights(512, 512), weights(256, 384), weights(1024, 256), weights(256, 512)
-    matrices = RowWeights(*products, weights(1024, 256), *norms, 1e-5)
-    exact, near = TorchRows(matrices), OpenvinoRows(matrices, precision="f32", threads=1)
-    read, attended, residual = (20 * weights(5, width) for width in (512, 384, 256))
-    pairs = [(exact.heads(read), near.heads(read))]
-    pairs += zip(exact.finish(attended, residual), near.finish(attended, residual), strict=True)
-    for wide, narrow in pairs:
-        assert torch.cosine_similarity(wide, narrow).min() > 0.999
-    before, residual[1, 7] = pairs[-1][1].clone(), torch.nan
-    logits = near.finish(attended, residual)[2]
-    assert logits.isfinite().all(1).tolist() == [True, False, True, True, True]
-    torch.testing.assert_close(logits[2], before[2])
+@pytest.mark.parametrize(("rounded", "least"), [(False, 0.999999), (True, 0.999)])
+def test_openvino_computes_nearly_what_torch_does(rounded, least, tmp_path):
+    head = converted(tmp_path, draft_vocab_size=1024, head_dim=64)
+    (shape, arrays), (_, tensors) = load(head), read(head)
+    states = 20 * np.random.default_rng(0).standard_normal((5, 3, 256)).astype(np.float32)
+    table = np.random.default_rng(1).standard_normal((4096, 256)).astype(np.float32)
+    tables = {"embedding": table, "lm_head": table}
+    room = {"positions": 64, "slots": 64}
+    how = {"rounded": rounded, "narrow": False, "threads": 1}
+    near = OpenvinoModel(shape, arrays, **tables, **room, **how)
+    tables = {name: torch.from_numpy(one) for name, one in tables.items()}
+    exact = TorchModel(shape, tensors, **tables, **room)
+    places, mask = np.arange(1, 6), np.ones((5, 1, 2), np.bool_)
+    outputs = []
+    for model in (exact, near):
+        hidden = model.fuse(states).copy()
+        rows = HeadRows(places, hidden, places)
+        model.write(rows, places)
+        model.begin(places[:, None], 1)
+        outputs.append(model.run(rows, mask))
+    for wide, narrow in zip(*outputs, strict=True):
+        products = (wide * narrow).sum(-1)
+        lengths = np.linalg.norm(wide, axis=-1) * np.linalg.norm(narrow, axis=-1)
+        assert (products / lengths).min() > least

@@ -1,9 +1,11 @@
 """The forward of a whole text, by which heads are trained and converted, against the engine's."""
 
+import numpy as np
 import pytest
 import torch
 
-from backend.engines.eagle.model import EagleModel
+from backend.engines.eagle.engine import HeadRows
+from backend.engines.eagle.model import TorchModel
 from backend.engines.eagle.whole_text import WholeText
 from tests.fakes.eagle import random_head
 
@@ -36,26 +38,27 @@ def inputs(form):
 def test_what_is_trained_is_what_the_engine_s_model_computes(form):
     shape, tensors, tokens, states, (embedding, head) = inputs(form)
     by_step = list(WholeText(shape, tensors, embedding, head).unroll(tokens, states, STEPS))
-    model = EagleModel(
-        shape, tensors, embedding=embedding, lm_head=head, positions=32, dtype=torch.float64
+    model = TorchModel(
+        shape,
+        tensors,
+        embedding=embedding,
+        lm_head=head,
+        positions=32,
+        slots=TOKENS,
+        dtype=torch.float64,
     )
-    fused, places = model.fuse(states), torch.arange(1, TOKENS)
-    texts = model.key_values(tokens[1:], fused[:-1], places)
+    text, fused, places = tokens.numpy(), model.fuse(states.numpy()), np.arange(1, TOKENS)
+    model.write(HeadRows(text[1:], fused[:-1], places), places)
     for first in range(1, TOKENS):
-        pool, hidden = texts[: first - 1], fused[first - 1]
+        model.begin(np.arange(1, first)[None], STEPS)
+        hidden = fused[first - 1 : first]
         for step in range(min(STEPS, TOKENS - first)):
             place = first + step
-            pool = torch.cat([pool, torch.zeros_like(texts[:1])])
-            seen = torch.arange(1, place + 1) > place - (shape.sliding_window or TOKENS)
-            logits, carried = model.rows(
-                tokens[place][None, None],
-                hidden[None, None],
-                torch.tensor([[place]]),
-                pool[None],
-                seen[None, None],
-            )
-            torch.testing.assert_close(logits[0, 0], by_step[step][first - 1], atol=1e-6, rtol=1e-5)
-            hidden = carried[0, 0]
+            seen = np.arange(1, place + 1) > place - (shape.sliding_window or TOKENS)
+            row = HeadRows(text[place : place + 1], hidden, np.array([place]))
+            logits, hidden = model.run(row, seen[None, None])
+            wanted = by_step[step][first - 1].numpy()
+            np.testing.assert_allclose(logits[0], wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_a_text_of_few_tokens_has_as_few_steps():

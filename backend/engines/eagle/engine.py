@@ -13,22 +13,68 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
+import numpy.typing as npt
 
-from backend.engines.eagle.model import EagleModel
-from backend.engines.models.arrays import to_array
+from backend.engines.eagle.folder import EagleShape
 from backend.engines.port import EngineLimits, HiddenStates, Turn
 from backend.engines.proposer import Proposer
 from backend.engines.spine import CANDIDATES
 from backend.engines.stepping.kv_caches import Cache, Caches
 from backend.sampling.distributions import Floats
+from backend.sampling.draw import IntArray
 from backend.sampling.processing import Columns
 from backend.sampling.verification import VerifyRequest, candidates
 from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence
 from policy.evidence import PAST_TRAINED
+
+Flags = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRows:
+    """Rows of a head, each of a token and of the fused state before it."""
+
+    tokens: IntArray
+    """[n]"""
+    hidden: Floats
+    """[n, hidden]"""
+    positions: IntArray
+    """[n]"""
+
+
+class EagleModel(Protocol):
+    """The forward of a head (``folder`` has its formula), many rows at a time, with the keys and
+    values of texts, where it runs. The next call may overwrite what it returns.
+    """
+
+    shape: EagleShape
+    token_ids: IntArray
+    """[draft vocabulary]: the tokens that its logits are of."""
+
+    def fuse(self, states: Floats) -> Floats:
+        """Return the fused states [n, hidden] of the target's [n, layers, target_hidden]."""
+        ...
+
+    def write(self, rows: HeadRows, slots: IntArray) -> None:
+        """Write the keys and values of texts' rows into ``slots[n]``."""
+        ...
+
+    def begin(self, slots: IntArray, most: int) -> None:
+        """Begin proposals of at most ``most`` rows each, for texts with rows in
+        ``slots[texts, columns]``; those in slot -1 are zeros.
+        """
+        ...
+
+    def run(self, rows: HeadRows, mask: Flags) -> tuple[Floats, Floats]:
+        """Run the next rows of the first texts, which see the columns in
+        ``mask[texts, rows, columns]``: the text's, those of drafted rows before, and their own.
+        Return the logits [n, draft vocabulary], and the states [n, hidden] that children of the
+        rows go on from.
+        """
+        ...
 
 
 @dataclass(slots=True)
@@ -39,7 +85,7 @@ class _Text:
 
     sequence: Sequence
     cache: Cache
-    state: Tensor | None = None
+    state: Floats | None = None
     """[hidden], fused, of the last of them."""
     has_hole: bool = False
     """States are missing from its text: it gets no proposals."""
@@ -108,16 +154,10 @@ class EagleEngine(Proposer):
         shape, most = model.shape, (max_draft_tokens, max_draft_tokens)
         limits = EngineLimits(shape.vocab_size, max_context_tokens, *most, kv_blocks=kv_blocks)
         super().__init__(name, limits)
-        self._columns = Columns(model.token_ids.cpu().numpy())
+        self._columns = Columns(model.token_ids)
         self._caches = Caches(name, kv_blocks)
         self._texts: dict[int, _Text] = {}
-        rows = (kv_blocks + 1) * BLOCK_TOKENS  # the last block is no sequence's, and stays zero
-        self._pool = torch.zeros(
-            rows, 2 * shape.num_kv_heads, shape.head_dim, dtype=model.dtype, device=model.device
-        )
-        self._ends = torch.zeros(
-            kv_blocks, shape.hidden_size, dtype=model.dtype, device=model.device
-        )
+        self._ends = np.zeros((kv_blocks, shape.hidden_size), np.float32)
         """[blocks, hidden]: the fused state of each complete block's last token."""
 
     # -- the target's states
@@ -126,8 +166,7 @@ class EagleEngine(Proposer):
         """Write the rows of the texts' new tokens (``port.ReadsTarget``)."""
         new = [part for one in states if (part := self._new_part(*one)) is not None]
         if new:
-            with torch.inference_mode():
-                self._write(new)
+            self._write(new)
 
     def _new_part(
         self, sequence: Sequence, states: HiddenStates
@@ -165,27 +204,20 @@ class EagleEngine(Proposer):
         that they allow.
         """
         states = np.concatenate([rows for _, _, rows in new])
-        fused = self._model.fuse(torch.from_numpy(states))
-        earlier = [text.state for text, _, _ in new if text.state is not None]
-        table = torch.cat([torch.stack(earlier), fused]) if earlier else fused
+        earlier = [text.state[None] for text, _, _ in new if text.state is not None]
+        table = np.concatenate([*earlier, self._model.fuse(states)])
         places = _Places(states=len(earlier))
         for text, end, _ in new:
             places.add(text, end)
-        index = self._index
         if places.tokens:
-            new_rows = self._model.key_values(
-                index(places.tokens), table[index(places.before)], index(places.positions)
-            )
-            self._pool.index_copy_(0, index(places.slots), new_rows)
-        if places.blocks:
-            self._ends.index_copy_(0, index(places.blocks), table[index(places.ends)])
-        for (text, end, _), state in zip(new, table[index(places.last)], strict=True):
+            tokens, positions = np.array(places.tokens), np.array(places.positions)
+            rows = HeadRows(tokens, table[places.before], positions)
+            self._model.write(rows, np.array(places.slots))
+        self._ends[places.blocks] = table[places.ends]
+        for (text, end, _), state in zip(new, table[places.last], strict=True):
             text.state = state
             text.cache.ran += text.sequence.tokens[len(text.cache.ran) : end]
             text.cache.agreed = end
-
-    def _index(self, values: Seq[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._model.device)
 
     # -- proposals
 
@@ -195,8 +227,7 @@ class EagleEngine(Proposer):
             text = self._texts[turn.sequence.id]
             assert text.state is not None
             trees.append(ProposalTree(turn, text.cache.blocks, text.state))
-        with torch.inference_mode():
-            grow(trees, self._model, self._pool, self._columns, self._width)
+        grow(trees, self._model, self._columns, self._width)
         return [Proposal.best(self.name, tree.nodes, tree.turn.nodes) for tree in trees]
 
     def _forget(self, sequence_ids: Iterable[int]) -> None:
@@ -229,14 +260,14 @@ class EagleEngine(Proposer):
         del tokens
         text = self._text(sequence)
         text.cache.ran, text.cache.agreed = sequence.tokens[:-1], 0
-        text.state = torch.zeros_like(self._ends[0])
+        text.state = np.zeros_like(self._ends[0])
 
     def close(self) -> None:
         """Forget everything; the engine is of no use afterwards."""
         super().close()
         self._texts.clear()
         self._caches.clear()
-        del self._model, self._pool, self._ends
+        del self._model, self._ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +290,7 @@ class ProposalTree:
 
     turn: Turn
     blocks: Seq[int]
-    state: Tensor
+    state: Floats
     nodes: list[tuple[int, int, float]] = field(default_factory=list)
     """(token, parent, confidence of the path)."""
     paths: list[_Path] = field(default_factory=lambda: [_Path()])
@@ -283,39 +314,32 @@ class ProposalTree:
         self.paths = sorted(longer, key=lambda path: -path.confidence)[:width]
 
 
-def grow(
-    trees: list[ProposalTree], model: EagleModel, pool: Tensor, columns: Columns, width: int
-) -> None:
-    """Grow proposals to the length that their turns ask for. ``pool`` has the rows of the texts,
-    [slots, 2 kv_heads, head_dim], and zeros in its last slot.
-    """
+def grow(trees: list[ProposalTree], model: EagleModel, columns: Columns, width: int) -> None:
+    """Grow proposals to the length that their turns ask for."""
     trees = sorted(trees, key=lambda tree: -tree.turn.run)  # those that end come last
     deepest = trees[0].turn.run
-    text = _TextRows(trees, model.shape.sliding_window, model.device)
-    scratch = 1 + (deepest - 1) * width
-    key_values = pool.new_empty(len(trees), text.count + scratch, *pool.shape[1:])
-    key_values[:, : text.count] = pool[text.slots]
-    tokens = torch.tensor([[tree.turn.sequence.tokens[-1]] for tree in trees], device=model.device)
-    hidden = torch.stack([tree.state for tree in trees])[:, None]
-    lineage = torch.ones(len(trees), 1, 1, dtype=torch.bool, device=model.device)
+    text = _TextRows(trees, model.shape.sliding_window)
+    model.begin(text.slots, 1 + (deepest - 1) * width)
+    tokens = np.array([[tree.turn.sequence.tokens[-1]] for tree in trees])
+    hidden = np.stack([tree.state for tree in trees])[:, None]
+    lineage = np.ones((len(trees), 1, 1), np.bool_)
     for depth in range(deepest):
         active = sum(tree.turn.run > depth for tree in trees)
         tokens, hidden, lineage = tokens[:active], hidden[:active], lineage[:active]
-        is_visible = text.visible(active, depth)[:, None].expand(-1, tokens.shape[1], -1)
-        mask = torch.cat([is_visible, lineage], 2)
-        positions = (text.ends[:active] + depth).expand_as(tokens)
-        keys = key_values[:active, : mask.shape[2]]
-        logits, carried = model.rows(tokens, hidden, positions, keys, mask)
-        _extend(trees[:active], logits, columns, width)
+        is_visible = text.visible(active, depth)[:, None].repeat(tokens.shape[1], 1)
+        positions = (text.ends[:active] + depth).repeat(tokens.shape[1], 1)
+        rows = HeadRows(tokens.ravel(), hidden.reshape(tokens.size, -1), positions.ravel())
+        logits, carried = model.run(rows, np.concatenate([is_visible, lineage], 2))
+        _extend(trees[:active], logits.reshape(*tokens.shape, -1), columns, width)
         if depth + 1 < deepest:
-            rows, picks = _going_on(trees[:active], width, model.device)
-            texts = torch.arange(active, device=model.device)[:, None]
-            tokens, hidden = picks, carried[texts, rows]
-            itself = torch.eye(width, dtype=torch.bool, device=model.device)
-            lineage = torch.cat([lineage[texts, rows], itself.expand(active, -1, -1)], 2)
+            parents, picks = _going_on(trees[:active], width)
+            texts = np.arange(active)[:, None]
+            hidden = carried.reshape(*tokens.shape, -1)[texts, parents]
+            itself = np.eye(width, dtype=np.bool_)[None].repeat(active, 0)
+            tokens, lineage = picks, np.concatenate([lineage[texts, parents], itself], 2)
 
 
-def _extend(trees: list[ProposalTree], logits: Tensor, columns: Columns, width: int) -> None:
+def _extend(trees: list[ProposalTree], logits: Floats, columns: Columns, width: int) -> None:
     """Extend every proposal by its rows of ``logits`` [texts, rows, columns]. A row without numbers
     has no candidates.
     """
@@ -326,8 +350,7 @@ def _extend(trees: list[ProposalTree], logits: Tensor, columns: Columns, width: 
     ]
     if not places:
         return
-    at = torch.tensor([(text, row) for text, row, _ in places], device=logits.device)
-    flat = to_array(logits[at[:, 0], at[:, 1]])
+    flat = logits[[text for text, _, _ in places], [row for _, row, _ in places]]
     is_finite = np.isfinite(flat.max(1))
     flat[~is_finite] = 0.0
     most = min(CANDIDATES, max(tree.turn.nodes for tree in trees))
@@ -343,7 +366,7 @@ def _place(tree: ProposalTree, path: _Path) -> VerifyRequest:
     return place.after(path.tokens) if path.tokens else place
 
 
-def _going_on(trees: list[ProposalTree], width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _going_on(trees: list[ProposalTree], width: int) -> tuple[IntArray, IntArray]:
     """Return by text the rows that its paths come from, and their last tokens, int64[texts, width].
     A text with fewer paths has its first row again, which nothing reads.
     """
@@ -352,7 +375,7 @@ def _going_on(trees: list[ProposalTree], width: int, device: torch.device) -> tu
     for text, tree in enumerate(trees):
         for column, path in enumerate(tree.paths):
             rows[text, column], tokens[text, column] = path.row, path.tokens[-1]
-    return torch.from_numpy(rows).to(device), torch.from_numpy(tokens).to(device)
+    return rows, tokens
 
 
 class _TextRows:
@@ -360,7 +383,7 @@ class _TextRows:
     end.
     """
 
-    def __init__(self, trees: list[ProposalTree], window: int, device: torch.device) -> None:
+    def __init__(self, trees: list[ProposalTree], window: int) -> None:
         ends = np.array([tree.end for tree in trees])
         first = np.maximum(1, ends - window + 1) if window else np.ones_like(ends)
         self.count = int((ends - first).max())
@@ -372,15 +395,14 @@ class _TextRows:
         row, inside = np.arange(len(trees))[:, None], np.minimum(places, ends[:, None] - 1)
         slots = blocks[row, inside // BLOCK_TOKENS] * BLOCK_TOKENS + inside % BLOCK_TOKENS
         slots[~is_there] = -1
-        self.slots = torch.from_numpy(slots).to(device)
-        self.ends = torch.from_numpy(ends[:, None]).to(device)
-        self._is_there = torch.from_numpy(is_there).to(device)
-        self._places = torch.from_numpy(places).to(device)
+        self.slots, self.ends = slots, ends[:, None]
+        self._is_there, self._places = is_there, places
         self._window = window
 
-    def visible(self, texts: int, depth: int) -> Tensor:
+    def visible(self, texts: int, depth: int) -> Flags:
         """Return which columns the rows at a depth see, bool[texts, count]."""
-        is_there = self._is_there[:texts]
-        if not self._window:
-            return is_there
-        return is_there & (self._places[:texts] > self.ends[:texts] + depth - self._window)
+        is_there: Flags = self._is_there[:texts]
+        if self._window:
+            first = self.ends[:texts] + depth - self._window + 1
+            is_there = is_there & (self._places[:texts] >= first)
+        return is_there

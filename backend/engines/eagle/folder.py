@@ -64,6 +64,7 @@ from backend.storage.manifest import read_model_config, sampled_sha256, weights_
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from backend.engines.checkpoint import Stored
 
 ARCHITECTURE = CONVERTED
 WEIGHTS_FILE = "model.safetensors"
@@ -161,18 +162,14 @@ def read_shape(folder: Path) -> EagleShape:
     return shape
 
 
-def load(folder: Path) -> tuple[EagleShape, dict[str, Tensor]]:
-    """Return the shape and the tensors of a converted head. Raises ConfigError for files that are
-    missing or do not fit.
+def load(folder: Path) -> tuple[EagleShape, dict[str, Stored]]:
+    """Return the shape of a converted head, and its tensors in their file. Raises ConfigError for
+    files that are missing or do not fit.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+    from backend.engines.checkpoint import map_file  # it imports NumPy
 
     shape, path = read_shape(folder), folder / WEIGHTS_FILE
-    try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+    tensors = map_file(path)
     check_tensors(shape, tensors, str(path))
     return shape, tensors
 
@@ -195,7 +192,9 @@ def save(
     (folder / "config.json").write_text(text, encoding="utf-8")
 
 
-def check_tensors(shape: EagleShape, tensors: Mapping[str, Tensor], where: str) -> None:
+def check_tensors(
+    shape: EagleShape, tensors: Mapping[str, Stored] | Mapping[str, Tensor], where: str
+) -> None:
     """Raise ConfigError unless the tensors, of any shape [...], are exactly those of ``shape`` and
     the token ids are of the vocabulary.
     """
@@ -213,7 +212,7 @@ def check_tensors(shape: EagleShape, tensors: Mapping[str, Tensor], where: str) 
 
 
 def activations(engine: EngineConfig) -> str:
-    """Return the dtype of a head's states and KV: int8 rounds the matrices of drafted rows only."""
+    """Return the dtype of a head's activations: int8 rounds the matrices of drafted rows only."""
     if engine.dtype != "int8":
         return engine.dtype
     return "bf16" if machine.multiplies_bf16() else "fp32"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,8 +15,10 @@ from backend.engines import latency_cases as cases
 from backend.engines.eagle.folder import (
     EagleShape,
     activations,
+    is_converted,
     is_ours,
     made_for,
+    place_of,
     read_shape,
     served_folder,
 )
@@ -26,13 +27,13 @@ from backend.engines.latency_cases import Case
 from backend.engines.memory import available_bytes
 from backend.engines.port import Engine, Footprint
 from backend.machine import machine
-from backend.storage import manifest
+from backend.sequence import BLOCK_TOKENS
+from backend.storage import cache, manifest
 from backend.storage.weight_files import shapes_in
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from backend.engines.eagle.model import RowProducts, RowWeights
+    from backend.engines.checkpoint import Stored
+    from backend.engines.eagle.engine import EagleModel
     from backend.engines.registry import Service
 
 logger = logging.getLogger(__name__)
@@ -53,33 +54,70 @@ _LOGIT_BYTES = 28
 
 def make(engine: EngineConfig, service: Service) -> Engine:
     """Load a head. Raises ConfigError for one that does not fit the target."""
-    import torch
-
     from backend.engines.eagle.engine import EagleEngine
     from backend.engines.eagle.folder import load
-    from backend.engines.eagle.model import EagleModel
-    from backend.engines.weights import DTYPES, load_embeddings
 
     folder, target = service.path(engine), service.path(service.config.target)
     shape, tensors = load(folder)
-    embedding, lm_head = load_embeddings(target, engine.device)
-    _check_fits(folder, shape, target, embedding)
-    sizes = service.sizes
-    torch.set_num_threads(service.threads)
-    model = EagleModel(
-        shape,
-        tensors,
-        embedding=embedding,
-        lm_head=lm_head,
-        positions=sizes["max_context_tokens"] + sizes["max_draft_tokens"],
-        dtype=DTYPES[activations(engine)],
-        device=engine.device,
-        kernels=_kernels(engine, service.threads),
-    )
+    _check_fits(folder, shape, target)
+    model = _make_model(engine, service, shape, tensors)
     text = "%s: an EAGLE-3 head of %d tokens on layers %s, %s"
     logger.info(text, engine.name, shape.draft_vocab_size, list(shape.layers), engine.dtype)
-    width = engine.tree_width
+    width, sizes = engine.tree_width, service.sizes
     return EagleEngine(engine.name, model, **sizes, width=width, count=service.count)
+
+
+def _make_model(
+    engine: EngineConfig,
+    service: Service,
+    shape: EagleShape,
+    tensors: Mapping[str, Stored],  # as in ``folder``: fc.weight [h, n H] and others
+) -> EagleModel:
+    """Return a head where it runs: on CPUs on OpenVINO, which a GPU's machine may lack."""
+    target, sizes = service.path(service.config.target), service.sizes
+    room = {
+        "positions": sizes["max_context_tokens"] + sizes["max_draft_tokens"],
+        "slots": sizes["kv_blocks"] * BLOCK_TOKENS,
+    }
+    if _runs_on_openvino(engine):
+        from backend.engines.eagle.openvino import OpenvinoModel
+        from backend.engines.models.reading import bring_embeddings
+
+        embedding, lm_head = bring_embeddings(target)
+        return OpenvinoModel(
+            shape,
+            tensors,
+            embedding=embedding,
+            lm_head=lm_head,
+            rounded=engine.dtype == "int8",
+            narrow=activations(engine) == "bf16",
+            threads=service.threads,
+            **room,
+        )
+    with cache.require_packages(f"running {engine.name} on {engine.device} in {engine.dtype}"):
+        import torch
+
+    from backend.engines.checkpoint import StoredMatrix
+    from backend.engines.eagle.model import TorchModel
+    from backend.engines.weights import DTYPES, load_embeddings
+
+    torch.set_num_threads(service.threads)
+    tables = load_embeddings(target, engine.device)
+    ids = torch.from_numpy(tensors["token_ids"].copy())
+    weights = {name: torch.from_numpy(StoredMatrix(one)[:]) for name, one in tensors.items()}
+    return TorchModel(
+        shape,
+        weights | {"token_ids": ids},
+        embedding=tables[0],
+        lm_head=tables[1],
+        dtype=DTYPES[activations(engine)],
+        device=engine.device,
+        **room,
+    )
+
+
+def _runs_on_openvino(engine: EngineConfig) -> bool:
+    return engine.device == "cpu" and engine.dtype != "fp64" and engine.kind.runs_int8
 
 
 def check_folder(
@@ -102,17 +140,22 @@ def check_folder(
 def convert(
     engine: EngineConfig, folder: Path, service: Service, say: Callable[[str], None]
 ) -> None:
-    """Convert a published folder unless the cache has it converted for this target."""
-    del engine
-    if is_ours(folder):
-        return
-    from backend.engines.eagle.conversion import bring_head  # it imports torch and transformers
-
+    """Convert a published folder unless the cache has it converted for this target; widen the
+    target's embedding if it is quantised, unless the cache has it.
+    """
     target = service.config.target
+    path = service.path(target)
+    if _runs_on_openvino(engine):
+        from backend.engines.models.reading import bring_embeddings
+
+        bring_embeddings(path, say)
+    if is_ours(folder) or is_converted(place_of(folder), path):
+        return
+    with cache.require_packages(f"converting {folder}"):
+        from backend.engines.eagle.conversion import bring_head
     narrow = target.device != "cpu" or machine.multiplies_bf16()
     dtype = "bf16" if narrow else "fp32"
     free = available_bytes(target)
-    path = service.path(target)
     bring_head(folder, path, say, dtype=dtype, device=target.device, free_bytes=free)
 
 
@@ -127,7 +170,8 @@ def footprint(engine: EngineConfig, config: ServingConfig, folder: Path) -> Foot
     weights = item * (numbers + (0 if shape.own_head else prod(_head(shape))))
     if not shape.own_embedding:
         weights += (2 if engine.device == "cpu" else 4) * shape.vocab_size * shape.hidden_size
-    token = item * 2 * shape.num_kv_heads * shape.head_dim
+    kv_item = NUMBER_BYTES["fp32"] if _runs_on_openvino(engine) else item
+    token = kv_item * 2 * shape.num_kv_heads * shape.head_dim
     tokens, rows = limits.kv_cache_tokens, limits.max_active_requests * engine.tree_width
     context = limits.max_active_requests * limits.max_context_tokens
     copies = 2 * token * min(context, tokens)
@@ -150,29 +194,17 @@ def _head(shape: EagleShape) -> tuple[int, int]:
     return shape.draft_vocab_size, shape.hidden_size
 
 
-def _kernels(engine: EngineConfig, threads: int) -> Callable[[RowWeights], RowProducts]:
-    """Return what multiplies the matrices: int8 is OpenVINO's, which a GPU's machine may lack."""
-    if engine.dtype != "int8":
-        from backend.engines.eagle.model import TorchRows
+def _check_fits(folder: Path, shape: EagleShape, target: Path) -> None:
+    """Raise ConfigError for a head of another target; warn of one whose weights have changed."""
+    from backend.engines.models.reading import read_spec
 
-        return TorchRows
-    from backend.engines.eagle.openvino import OpenvinoRows
-
-    precision = {"bf16": "bf16", "fp32": "f32"}[activations(engine)]
-    return partial(OpenvinoRows, precision=precision, threads=threads)
-
-
-def _check_fits(folder: Path, shape: EagleShape, target: Path, embedding: Tensor) -> None:
-    """Raise ConfigError for a head of another target than that of ``embedding`` [vocab, hidden];
-    warn of one whose weights have changed.
-    """
-    layers = manifest.layer_count(target)
+    spec, layers = read_spec(target), manifest.layer_count(target)
     pairs = [
-        ("vocab_size", shape.vocab_size, embedding.shape[0]),
-        ("target_hidden_size", shape.target_hidden_size, embedding.shape[1]),
+        ("vocab_size", shape.vocab_size, spec.vocab_size),
+        ("target_hidden_size", shape.target_hidden_size, spec.hidden_size),
     ]
     if not shape.own_embedding:
-        pairs.append(("hidden_size", shape.hidden_size, embedding.shape[1]))
+        pairs.append(("hidden_size", shape.hidden_size, spec.hidden_size))
     for name, value, expected in pairs:
         if value != expected:
             raise ConfigError(

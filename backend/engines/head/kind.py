@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +15,9 @@ from backend.engines.head import folder as folders
 from backend.engines.latency_cases import Case
 from backend.engines.port import Engine, Footprint
 from backend.machine import machine
-from backend.storage import cache
 from backend.storage.manifest import check_model, layer_count, weights_sha256
 
 if TYPE_CHECKING:
-    from backend.engines.checkpoint import StoredMatrix
     from backend.engines.head.engine import Head
     from backend.engines.registry import Service
     from backend.sampling.distributions import Floats
@@ -57,7 +54,7 @@ def check_folder(
 
 def make(engine: EngineConfig, service: Service) -> Engine:
     """Load a head. Raises ConfigError for one that was made for another target."""
-    from backend.engines.models.reading import read_spec
+    from backend.engines.models.reading import bring_embeddings, read_spec
 
     folder, target = service.path(engine), service.path(service.config.target)
     config, whole = folders.read_config(folder), read_spec(target)
@@ -85,7 +82,7 @@ def make(engine: EngineConfig, service: Service) -> Engine:
     from backend.engines.head.engine import HeadEngine
 
     _, tensors, ids = folders.read_head(folder)
-    embedding, lm_head = _read_embeddings(target)
+    embedding, lm_head = bring_embeddings(target)
     head = _make_head(engine, folder, tensors, lm_head[ids], service.threads)
     return HeadEngine(engine.name, config, head, ids, embedding, lm_head, max_draft_tokens=most)
 
@@ -112,32 +109,9 @@ def convert(
     """Widen the target's embedding if it is quantised, unless the cache has it."""
     del engine, folder
     if not service.config.target.lookahead:
-        _read_embeddings(service.path(service.config.target), say)
+        from backend.engines.models.reading import bring_embeddings
 
-
-def _read_embeddings(
-    target: Path, say: Callable[[str], None] = logger.info
-) -> tuple[StoredMatrix, StoredMatrix]:
-    """Return the target's embedding and head in files: its own, or if they are quantised, the
-    cache's, which torch writes first.
-    """
-    from backend.engines.checkpoint import map_embeddings
-
-    if (mapped := map_embeddings(target)) is not None:
-        return mapped
-    key = hashlib.sha256(f"embeddings {weights_sha256(target)}".encode()).hexdigest()[:32]
-    place = cache.head_folder(key)
-    try:
-        cache.check(place)
-    except cache.CacheError:
-        with cache.require_packages(f"widening the embedding of {target}"):
-            from backend.engines.weights import save_embeddings
-        say(f"widening the embedding of {target}, once")
-        with cache.publish(place, {"folder": str(target)}) as fresh:
-            save_embeddings(target, fresh)
-    mapped = map_embeddings(place)
-    assert mapped is not None  # nothing in that folder is quantised
-    return mapped
+        bring_embeddings(service.path(service.config.target), say)
 
 
 def _make_head(

@@ -6,7 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import torch
+import numpy as np
+
+from backend.sampling.distributions import Floats
 
 ROPE_TYPES = ("default", "linear", "llama3")
 """Rotary embeddings that ``rope_tables`` computes."""
@@ -31,7 +33,7 @@ class Rotary(Protocol):
         ...
 
 
-def rope_tables(config: Rotary, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_tables(config: Rotary, positions: int) -> tuple[Floats, Floats]:
     """Return cos and sin [positions, head_dim] of the rotary embedding in fp32, the first half of
     sin negated.
 
@@ -39,18 +41,17 @@ def rope_tables(config: Rotary, positions: int) -> tuple[torch.Tensor, torch.Ten
     transformers: ``linear`` divides the frequencies by the factor; ``llama3`` does so for long
     waves only and passes smoothly to short ones (Llama 3.1's ``config.json``).
     """
-    inverse = 1.0 / config.rope_theta ** (
-        torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    )
+    powers = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
+    inverse = np.float32(1.0) / np.float32(config.rope_theta) ** powers
     rope = config.rope
     if rope["rope_type"] == "linear":
-        inverse = inverse / rope["factor"]
+        inverse = inverse / np.float32(rope["factor"])
     elif rope["rope_type"] == "llama3":
         waves = (
             rope["original_max_position_embeddings"] * inverse / (2 * math.pi)
         )  # waves that fit the original context
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        smooth = ((waves - low) / (high - low)).clamp(0.0, 1.0)
+        smooth = ((waves - low) / (high - low)).clip(0.0, 1.0)
         inverse = (1 - smooth) * inverse / rope["factor"] + smooth * inverse
-    angles = torch.outer(torch.arange(positions).float(), inverse)
-    return angles.cos().repeat(1, 2), torch.cat((-angles.sin(), angles.sin()), dim=1)
+    angles = np.outer(np.arange(positions, dtype=np.float32), inverse)
+    return np.tile(np.cos(angles), 2), np.concatenate((-np.sin(angles), np.sin(angles)), 1)

@@ -109,7 +109,9 @@ class BatchModel:
         self._top = min(TOP_K, config.vocab_size)
         self._places = torch.arange(self._room, device=self.device)
         tables = rope_tables(config, self._room)
-        self._cos, self._sin = (table.to(self.device)[:, None] for table in tables)
+        self._cos, self._sin = (
+            torch.from_numpy(table).to(self.device)[:, None] for table in tables
+        )
         self._ends = torch.tensor(sorted(ends), device=self.device)
 
         def room(*shape: int, kind: torch.dtype = torch.long) -> Tensor:
