@@ -212,7 +212,7 @@ def test_a_hanging_engine_is_killed_and_started_again(start_service):
 def test_a_port_in_use_is_named(service, tmp_path):
     second = Service(tmp_path / "log", CONFIG, GRPC_PORT=str(service.http))
     assert second.process.wait(30) == 1
-    assert f"GRPC_PORT {service.http} cannot be used" in second.log.read_text()
+    assert f"grpc port {service.http} cannot be used" in second.log.read_text()
 
 
 def test_an_engine_that_cannot_start_ends_the_launcher_with_its_reason(tmp_path):

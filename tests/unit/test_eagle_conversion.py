@@ -236,7 +236,7 @@ def test_drafts_are_converted_before_the_target_whose_graph_has_their_layers(
     calls = []
     for module in (eagle_kind, openvino_kind):
         monkeypatch.setattr(module, "convert", lambda engine, *others: calls.append(engine.name))
-    convert_folders(serving(target, tmp_path, "openvino"))
+    convert_folders(serving(target, tmp_path, "openvino"), str)
     assert calls == ["eagle", "target"]
 
 
