@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from backend.engines.models.rope import rope_tables
 from backend.engines.models.spec import PlainLlama
@@ -86,7 +87,7 @@ class DecoderGraph:
     def __init__(self, graph: Graph, step: StepNetwork) -> None:
         self._graph, self._step, self._config = graph, step, step.config
         cos, sin = (
-            table.astype(np.float64) for table in rope_tables(step.config, step.max_positions)
+            table.double().numpy() for table in rope_tables(step.config, step.max_positions, torch)
         )
         self._cos, self._sin = (
             graph.constant(table.astype(NUMPY[step.wide])).to(step.dtype) for table in (cos, sin)

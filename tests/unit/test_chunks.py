@@ -19,13 +19,18 @@ from tests.fakes.llamas import llama
     ids=lambda rope: rope["rope_type"],
 )
 def test_rope_tables_are_those_of_transformers(rope):
-    cos, sin = rope_tables(llama(10, 32, 8, 1, 4, 1, 8, rope=rope, rope_theta=5e3), 100)
+    config = llama(10, 32, 8, 1, 4, 1, 8, rope=rope, rope_theta=5e3)
+    cos, sin = rope_tables(config, 100)
     shape = LlamaConfig(hidden_size=32, num_attention_heads=4, max_position_embeddings=100)
     shape.rope_parameters = {**rope, "rope_theta": 5e3}
     wanted = LlamaRotaryEmbedding(shape)(torch.zeros(1), torch.arange(100)[None])
     signs = torch.tensor([-1.0] * 4 + [1.0] * 4)  # of halves that are swapped
     torch.testing.assert_close(torch.from_numpy(cos), wanted[0][0])
     torch.testing.assert_close(torch.from_numpy(sin), wanted[1][0] * signs)
+    cos, sin = rope_tables(config, 100, torch)
+    if rope["rope_type"] != "llama3":  # its terms are added in another order
+        assert torch.equal(cos, wanted[0][0])
+        assert torch.equal(sin, wanted[1][0] * signs)
 
 
 def test_a_table_finds_and_reads_positions_in_its_blocks():

@@ -48,8 +48,10 @@ class TorchModel:
             [weights.pop(f"mlp.{name}_proj.weight") for name in ("gate", "up")]
         )
         self._weights = weights
+        self._cos: Tensor
+        self._sin: Tensor
         self._cos, self._sin = (
-            self._tensor(table)[:, None].to(dtype) for table in rope_tables(shape, positions)
+            table[:, None].to(device, dtype) for table in rope_tables(shape, positions, torch)
         )
         width = 2 * shape.num_kv_heads, shape.head_dim
         self._pool = torch.zeros(slots + 1, *width, dtype=dtype, device=device)

@@ -58,7 +58,7 @@ class WholeText:
         i + 1: its last token follows token i + j + 1, and those before it are the text's.
         """
         rows = len(tokens) - 1
-        cos, sin = (torch.from_numpy(t).to(states) for t in rope_tables(self.shape, rows))
+        cos, sin = (table.to(states) for table in rope_tables(self.shape, rows, torch))
         embedded = self._embedding[tokens[1:]]
         state = self._fuse(states[:-1])
         drafted: list[tuple[Tensor, Tensor]] = []

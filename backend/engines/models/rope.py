@@ -8,8 +8,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from backend.sampling.distributions import Floats
-
 ROPE_TYPES = ("default", "linear", "llama3")
 """Rotary embeddings that ``rope_tables`` computes."""
 
@@ -33,19 +31,19 @@ class Rotary(Protocol):
         ...
 
 
-def rope_tables(config: Rotary, positions: int) -> tuple[Floats, Floats]:
+def rope_tables(config: Rotary, positions: int, arrays: Any = np) -> tuple[Any, Any]:
     """Return cos and sin [positions, head_dim] of the rotary embedding in fp32, the first half of
-    sin negated.
+    sin negated. ``arrays``: the module that computes them, numpy, or torch for transformers' bits.
 
     With that sign, rotating is ``x * cos + roll(x, head_dim / 2) * sin``. Scaling as in
     transformers: ``linear`` divides the frequencies by the factor; ``llama3`` does so for long
     waves only and passes smoothly to short ones (Llama 3.1's ``config.json``).
     """
-    powers = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-    inverse = np.float32(1.0) / np.float32(config.rope_theta) ** powers
-    rope = config.rope
+    fp32, rope = arrays.float32, config.rope
+    powers = arrays.arange(0, config.head_dim, 2, dtype=fp32) / config.head_dim
+    inverse = 1.0 / float(config.rope_theta) ** powers
     if rope["rope_type"] == "linear":
-        inverse = inverse / np.float32(rope["factor"])
+        inverse = inverse / rope["factor"]
     elif rope["rope_type"] == "llama3":
         waves = (
             rope["original_max_position_embeddings"] * inverse / (2 * math.pi)
@@ -53,5 +51,6 @@ def rope_tables(config: Rotary, positions: int) -> tuple[Floats, Floats]:
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
         smooth = ((waves - low) / (high - low)).clip(0.0, 1.0)
         inverse = (1 - smooth) * inverse / rope["factor"] + smooth * inverse
-    angles = np.outer(np.arange(positions, dtype=np.float32), inverse)
-    return np.tile(np.cos(angles), 2), np.concatenate((-np.sin(angles), np.sin(angles)), 1)
+    angles = arrays.outer(arrays.arange(positions, dtype=fp32), inverse)
+    cos, sin = arrays.cos(angles), arrays.sin(angles)
+    return arrays.concatenate((cos, cos), 1), arrays.concatenate((-sin, sin), 1)

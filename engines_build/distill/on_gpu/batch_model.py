@@ -108,10 +108,8 @@ class BatchModel:
         self._room = -(-(MAX_PROMPT_TOKENS + MAX_NEW_TOKENS) // _WIDTH_STEP) * _WIDTH_STEP
         self._top = min(TOP_K, config.vocab_size)
         self._places = torch.arange(self._room, device=self.device)
-        tables = rope_tables(config, self._room)
-        self._cos, self._sin = (
-            torch.from_numpy(table).to(self.device)[:, None] for table in tables
-        )
+        tables = rope_tables(config, self._room, torch)
+        self._cos, self._sin = (table.to(self.device)[:, None] for table in tables)
         self._ends = torch.tensor(sorted(ends), device=self.device)
 
         def room(*shape: int, kind: torch.dtype = torch.long) -> Tensor:
