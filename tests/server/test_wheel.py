@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import venv
@@ -67,7 +68,10 @@ def mentions_the_source(pid):
         proc.joinpath("environ").read_text(errors="replace"),
         os.readlink(proc / "cwd"),
     ]
-    return any(str(PROJECT_ROOT) in word for word in words)
+    inside = re.compile(
+        re.escape(str(PROJECT_ROOT)) + r"(?![\w.-])"
+    )  # no folder with a longer name
+    return any(map(inside.search, words))
 
 
 @pytest.mark.slow

@@ -1,7 +1,9 @@
+import json
 from dataclasses import replace
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
+import torch
+from safetensors.torch import save_file
 
 from backend.config import parse_config
 from backend.engines import latency_cases
@@ -22,13 +24,45 @@ from tests.fakes.machine import FakeMachine
 pytestmark = pytest.mark.slow
 
 
-def checkpoint(folder, width=16):
-    config = LlamaConfig(vocab_size=32, hidden_size=width, intermediate_size=width)
-    config.num_hidden_layers, config.num_attention_heads = 1, 2
-    config.num_key_value_heads, config.head_dim = 1, width // 2
-    config.max_position_embeddings, config.tie_word_embeddings = 4096, True
-    config.eos_token_id, config.vocabulary_sha256 = 1, "0" * 64
-    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+def checkpoint(folder, width=16, layers=1, vocab=32):
+    folder.mkdir()
+    layer = {
+        "input_layernorm.weight": (width,),
+        "post_attention_layernorm.weight": (width,),
+        "self_attn.q_proj.weight": (width, width),
+        "self_attn.k_proj.weight": (width // 2, width),
+        "self_attn.v_proj.weight": (width // 2, width),
+        "self_attn.o_proj.weight": (width, width),
+        "mlp.gate_proj.weight": (width, width),
+        "mlp.up_proj.weight": (width, width),
+        "mlp.down_proj.weight": (width, width),
+    }
+    shapes = {
+        f"model.layers.{i}.{name}": shape for i in range(layers) for name, shape in layer.items()
+    }
+    shapes |= {"model.embed_tokens.weight": (vocab, width), "model.norm.weight": (width,)}
+    save_file(
+        {name: torch.randn(shape, dtype=torch.bfloat16) for name, shape in shapes.items()},
+        folder / "model.safetensors",
+    )
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "hidden_size": width,
+        "intermediate_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": width // 2,
+        "max_position_embeddings": 4096,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "vocabulary_sha256": "0" * 64,
+        "eos_token_id": 1,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
