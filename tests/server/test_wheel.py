@@ -68,9 +68,8 @@ def mentions_the_source(pid):
         proc.joinpath("environ").read_text(errors="replace"),
         os.readlink(proc / "cwd"),
     ]
-    inside = re.compile(
-        re.escape(str(PROJECT_ROOT)) + r"(?![\w.-])"
-    )  # no folder with a longer name
+    # not that of a folder with a longer name
+    inside = re.compile(re.escape(str(PROJECT_ROOT)) + r"(?![\w.-])")
     return any(map(inside.search, words))
 
 
