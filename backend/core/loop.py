@@ -40,7 +40,9 @@ class Loop(ABC):
         self.preparing: Callable[[], int] = int
         """Returns how many requests wait elsewhere, for their grammar to be read."""
         self.hold_replies: Callable[[bool], object] = bool
-        """Tells the front to keep replies until it is called with False: before the loop waits."""
+        """Makes the front keep replies (True) or send them (False), which the loop calls before it
+        waits for an engine or for work.
+        """
 
     @property
     @abstractmethod

@@ -156,7 +156,7 @@ class Orchestrator(Loop):
         view = batch.view(cycle.drafting, self._k_max, cycle.runner.needs_ceilings)
         sequences = [session.sequence for session in batch.decoding]
         plan = cycle.runner.plan(view, log)
-        self.hold_replies(False)  # drafts take their time
+        self.hold_replies(False)  # not after the drafts' passes
         step = cycle.propose(sequences, view, plan, log, following=batch.following)
         submission = batch.submission(step)
         if not submission.turns:
