@@ -63,6 +63,18 @@ def test_no_reply_waits_while_an_engine_works_or_nothing_is_left():
     assert not holds[-1]
 
 
+def test_a_loop_that_ends_lets_its_last_replies_go():
+    world, holds, stop = World(), [], threading.Event()
+    world.loop.hold_replies = holds.append
+    sink = world.submit("one", 30)
+    while not (holds and holds[-1]):
+        world.step()
+    stop.set()
+    world.loop.run(stop)
+    assert sink.has_ended
+    assert not holds[-1]
+
+
 @pytest.mark.parametrize("needs", [True, False])
 def test_drafts_are_asked_where_the_policy_needs_it_and_free_ones_now_and_then(needs):
     seen, asked = [], []
