@@ -143,13 +143,15 @@ def measure(name: str, rounds: int, dtype: torch.dtype) -> dict[str, Any]:
         if not arm.startswith("target")
     }
     numbers = sum(map(prod, shape.tensors().values()))
-    token = 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+    numbers_of_a_token = 2 * shape.num_kv_heads * shape.head_dim  # in a layer, of both
+    token = numbers_of_a_token * torch.float32.itemsize
+    of_target = numbers_of_a_token * dtype.itemsize * SHAPES[name][0].layers
     return {
         "ms": {arm: round(value, 3) for arm, value in ms.items()},
         "of_the_target_s_pass": shares,
         "head_mb": round(numbers * dtype.itemsize / 1e6, 1),
         "kv_kb_a_token": token / 1e3,
-        "kv_of_the_target_s": round(1 / SHAPES[name][0].layers, 4),
+        "kv_of_the_target_s": round(token / of_target, 4),
     }
 
 
