@@ -240,7 +240,7 @@ class Service:
         """Stream a text and wait for its beginning; yields a function that returns all of it."""
         request = endless(prompt, max_tokens)
         with self.stub() as stub:
-            stream = iter(stub.ModelStreamInfer(iter([request])))
+            stream = iter(stub.ModelStreamInfer(iter([request]), timeout=120))
             first = text_of(next(stream).infer_response)
             yield lambda: first + "".join(text_of(message.infer_response) for message in stream)
 

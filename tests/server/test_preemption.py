@@ -36,7 +36,7 @@ def test_streams_pause_and_go_on_with_their_own_text(cramped, reference_text):
             "ensemble", text_input=prompt, max_tokens=300, stream=True, end_id=-1, empty_final=False
         )
         with cramped.stub() as stub:
-            responses = list(stub.ModelStreamInfer(iter([request])))
+            responses = list(stub.ModelStreamInfer(iter([request]), timeout=60))
         assert not any(response.error_message for response in responses)
         return "".join(text_of(response.infer_response) for response in responses)
 

@@ -203,7 +203,7 @@ def test_a_launcher_that_is_killed_while_it_stops_leaves_no_process(start):
     wait_ready(service)
     with service.stub() as stub:
         request = infer_request("ensemble", text_input="a", max_tokens=2000, stream=True, end_id=-1)
-        stream = stub.ModelStreamInfer(iter([request]))
+        stream = stub.ModelStreamInfer(iter([request]), timeout=60)
         next(stream)
         service.process.send_signal(signal.SIGTERM)
         service.wait_until(lambda: said(service, "stopping: "))
