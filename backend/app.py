@@ -54,7 +54,7 @@ from policy import LatencyTable
 logger = logging.getLogger(__name__)
 
 
-class Learned(Protocol):
+class LearnedStore(Protocol):
     """Keeps what the policy learns over restarts, and shows it."""
 
     def show(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class App:
     stats: Stats
     step_stats: StepStats
     switches: SwitchBoard
-    learned_state: Learned
+    learned_state: LearnedStore
     explain: Callable[[], dict[str, Any]]
     """Returns the reply to the command ``explain`` (any thread)."""
     tracing: Tracing
@@ -174,7 +174,7 @@ def build(config: ServingConfig, tables: Mapping[str, LatencyTable] | None = Non
     )
 
 
-class _HostedLearned:
+class _HostedLearnedStore:
     """Shows what the planner has learned that runs in a hosted engine, which keeps it there."""
 
     def __init__(self, show: Callable[[], dict[str, Any]]) -> None:
@@ -219,7 +219,7 @@ def _build_hosted(config: ServingConfig, tokenizer: Tokenizer) -> App:
         switches=switches,
         engines=[],
         taps=(),
-        learned_state=_HostedLearned(loop.engine.learned_state),
+        learned_state=_HostedLearnedStore(loop.engine.learned_state),
         explain=loop.engine.explain,
         close_engines=loop.close,
     )

@@ -21,7 +21,7 @@ import numpy as np
 from backend import PROJECT_ROOT
 from backend.app import App
 from backend.loopback import open_url
-from backend.ops.stats import Drained
+from backend.ops.stats import DrainedStats
 from backend.request import GenerationRequest
 from bench import load
 from policy import AnyPolicy
@@ -271,7 +271,7 @@ class _TimingSink:
         raise RuntimeError(f"{code}: {message}")
 
 
-def _counts(drained: Drained) -> Counts:
+def _counts(drained: DrainedStats) -> Counts:
     """Return what was drained, as ``/metrics`` would name it."""
     counts: Counts = defaultdict(float)
 

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.random import Generator as Rng
 
 from .latency import LatencyModel
-from .plan import NO_DRAFT, AnyPolicy, Drafted, IntArray, Plan, Policy, View
-from .wrappers import Wrapped, Wrapper
+from .plan import NO_DRAFT, AnyPolicy, DraftNodes, IntArray, Plan, Policy, View
+from .wrappers import Wrapper, WrapperState
 
 
 class PolicyError(ValueError):
@@ -102,7 +102,7 @@ def load_policy(
     if missing := [name for name in methods if not callable(getattr(policy, name, None))]:
         lacks = f"made a {type(policy).__name__} without {', '.join(missing)}"
         raise PolicyError(f"{path!r} {lacks}: inherit policy.Policy, which has all but plan")
-    guarded = Guarded(path, policy)
+    guarded = CheckedPolicy(path, policy)
     guarded.start()  # an error is raised here, before any request is served
     return guarded
 
@@ -128,7 +128,7 @@ class NamedErrors:
         return call
 
 
-class Guarded(Wrapper[Any]):
+class CheckedPolicy(Wrapper[Any]):
     """A user's policy: its exceptions, and answers that do not fit, are PolicyErrors."""
 
     def __init__(self, path: str, policy: AnyPolicy) -> None:
@@ -136,8 +136,8 @@ class Guarded(Wrapper[Any]):
         self.path = path
 
     def plan(
-        self, view: View, state: Wrapped[Any], now: float, rng: Rng
-    ) -> tuple[Plan, Wrapped[Any]]:
+        self, view: View, state: WrapperState[Any], now: float, rng: Rng
+    ) -> tuple[Plan, WrapperState[Any]]:
         """Return the policy's plan and state; the plan is one for this view."""
         answer: Any = self.policy.plan(view, state.inner, now, rng)
         if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], Plan)):
@@ -145,9 +145,11 @@ class Guarded(Wrapper[Any]):
             raise PolicyError(f"{self.path}.plan must return (Plan, state), got {got}")
         if wrong := plan_error(answer[0], view):
             raise PolicyError(f"{self.path}.plan: {wrong}")
-        return answer[0], Wrapped(answer[1])
+        return answer[0], WrapperState(answer[1])
 
-    def trim(self, view: View, plan: Plan, drafted: Drafted, state: Wrapped[Any]) -> IntArray:
+    def trim(
+        self, view: View, plan: Plan, drafted: DraftNodes, state: WrapperState[Any]
+    ) -> IntArray:
         nodes = super().trim(view, plan, drafted, state)
         if wrong := _column_error("nodes", nodes, len(view), 0):
             raise PolicyError(f"{self.path}.trim: {wrong}")

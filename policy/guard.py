@@ -21,14 +21,14 @@ from .levels import (
     NONE,
     PLANNED,
     Bucket,
-    Seen,
+    LevelStep,
     bucket_of,
     restore_buckets,
     rows_of,
     save_buckets,
 )
-from .plan import AnyPolicy, Drafted, IntArray, Outcome, Plan, State, View, copier
-from .wrappers import Wrapped, Wrapper
+from .plan import AnyPolicy, DraftNodes, IntArray, Outcome, Plan, State, View, copier
+from .wrappers import Wrapper, WrapperState
 
 _WARM_STEPS = 2  # of an experiment that drafts, before the counted ones
 _COUNTED_STEPS, _COUNTED_ROWS = 2, 8  # of an experiment that drafts; rows, where tokens vary
@@ -112,7 +112,7 @@ class Memory:
     pending: tuple[PendingStep, ...] = ()
     """The last planned steps. One submission ahead: at most two."""
     trial: Trial = _NO_TRIAL
-    pending_steps: tuple[Seen, ...] = ()
+    pending_steps: tuple[LevelStep, ...] = ()
     """Steps of one bucket that it has not taken up yet."""
 
 
@@ -132,15 +132,15 @@ class GuardVerdict(NamedTuple):
 class Guard(Wrapper[State]):
     """A policy whose plans are applied where measured goodput says that they pay."""
 
-    def start(self) -> Wrapped[State]:
+    def start(self) -> WrapperState[State]:
         """Return the state before the first step."""
-        return Wrapped(self.policy.start(), Memory())
+        return WrapperState(self.policy.start(), Memory())
 
     # -- before a step
 
     def plan(
-        self, view: View, state: Wrapped[State], now: float, rng: Rng
-    ) -> tuple[Plan, Wrapped[State]]:
+        self, view: View, state: WrapperState[State], now: float, rng: Rng
+    ) -> tuple[Plan, WrapperState[State]]:
         """Plan by the level of the view's number of rows, or by the experiment that is due."""
         memory, rows = _copied(state.outer), len(view)
         level = _level(memory, rows)
@@ -164,7 +164,7 @@ class Guard(Wrapper[State]):
         step = PendingStep(view.request, rows, applied, trial, counted, last, settles)
         memory.before = None if view.prefill_tokens else (applied, trial, rows)
         memory.pending = (*memory.pending[-1:], step)
-        return plan, Wrapped(inner, memory)
+        return plan, WrapperState(inner, memory)
 
     @staticmethod
     def _settles(memory: Memory, tried: int, rows: int, prefill_tokens: int) -> int:
@@ -180,7 +180,7 @@ class Guard(Wrapper[State]):
         memory.settling = level, max(steps - 1, 0)
         return level if steps else NO_LEVEL
 
-    def needs_ceilings(self, request: IntArray, state: Wrapped[State]) -> bool:
+    def needs_ceilings(self, request: IntArray, state: WrapperState[State]) -> bool:
         """Return the policy's answer for requests int64[n]; False where the next step is plain in
         any case.
         """
@@ -192,18 +192,22 @@ class Guard(Wrapper[State]):
             is_plain = block.level == NONE and block.planned > 1
         return not is_plain and super().needs_ceilings(request, state)
 
-    def trim(self, view: View, plan: Plan, drafted: Drafted, state: Wrapped[State]) -> IntArray:
+    def trim(
+        self, view: View, plan: Plan, drafted: DraftNodes, state: WrapperState[State]
+    ) -> IntArray:
         """Return the policy's answer; a step that it did not plan is verified as planned."""
         level = plan.notes.get("experiment") or plan.notes.get("guard")
         return plan.length if level == "none" else super().trim(view, plan, drafted, state)
 
     # -- after a step
 
-    def observe(self, outcome: Outcome, state: Wrapped[State], now: float) -> Wrapped[State]:
+    def observe(
+        self, outcome: Outcome, state: WrapperState[State], now: float
+    ) -> WrapperState[State]:
         """Let the policy learn from a step, and compare it with others."""
         inner = self.policy.observe(outcome, state.inner, now)
         if not len(outcome.rows.request):
-            return Wrapped(inner, state.outer)
+            return WrapperState(inner, state.outer)
         memory = _copied(state.outer)
         memory.step += 1
         for place, step in enumerate(memory.pending):
@@ -212,7 +216,7 @@ class Guard(Wrapper[State]):
                 if step.rows:  # else prompts ended in it, and nothing decoded
                     self._learn(step, outcome, memory)
                 break
-        return Wrapped(inner, memory)
+        return WrapperState(inner, memory)
 
     def _learn(self, step: PendingStep, outcome: Outcome, memory: Memory) -> None:
         """Learn from a step that was planned here, in place."""
@@ -242,7 +246,10 @@ class Guard(Wrapper[State]):
             proposes = bool(outcome.rows.length.any())
             if memory.pending_steps and bucket_of(memory.pending_steps[0].rows) != place:
                 self._take_up(memory)
-            memory.pending_steps = (*memory.pending_steps, Seen(rows, tokens, seconds, proposes))
+            memory.pending_steps = (
+                *memory.pending_steps,
+                LevelStep(rows, tokens, seconds, proposes),
+            )
             if len(memory.pending_steps) >= _SEEN_STEPS:
                 self._take_up(memory)
 
@@ -270,7 +277,7 @@ class Guard(Wrapper[State]):
 
     # -- shown, and kept
 
-    def verdicts(self, state: Wrapped[State]) -> list[GuardVerdict]:
+    def verdicts(self, state: WrapperState[State]) -> list[GuardVerdict]:
         """Return what was found, by rows in order."""
         buckets: dict[int, Bucket] = state.outer.buckets
         return [
@@ -278,19 +285,19 @@ class Guard(Wrapper[State]):
             for place, bucket in sorted(buckets.items())
         ]
 
-    def save(self, state: Wrapped[State], now: float) -> dict[str, Any]:
+    def save(self, state: WrapperState[State], now: float) -> dict[str, Any]:
         """Return what the policy keeps, and the levels with their evidence."""
         data = super().save(state, now)
         return {**data, "guard": save_buckets(state.outer.buckets)} if state.outer.buckets else data
 
-    def load(self, data: dict[str, Any], now: float, idle_s: float) -> Wrapped[State]:
+    def load(self, data: dict[str, Any], now: float, idle_s: float) -> WrapperState[State]:
         """Return the state of what was saved. Raises ValueError, naming field and value."""
         rest = {key: value for key, value in data.items() if key != "guard"}
         inner = self.policy.load(rest, now, idle_s) if rest else self.policy.start()
         if "guard" not in data:
-            return Wrapped(inner, Memory())
+            return WrapperState(inner, Memory())
         share = 0.5 ** (max(idle_s, 0.0) / _HALF_LIFE_S)
-        return Wrapped(inner, Memory(restore_buckets(data["guard"], share)))
+        return WrapperState(inner, Memory(restore_buckets(data["guard"], share)))
 
 
 def guard_in(policy: AnyPolicy) -> tuple[Guard[Any], int] | None:

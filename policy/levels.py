@@ -29,7 +29,7 @@ _ODD = 2.0  # times the usual seconds, at which a step's time is cut
 _MOST_BUCKETS = 32
 
 
-class Seen(NamedTuple):
+class LevelStep(NamedTuple):
     """A step by the level that is applied."""
 
     rows: int
@@ -55,7 +55,7 @@ class Side(NamedTuple):
         """Tokens per second."""
         return self.tokens / self.seconds
 
-    def more(self, steps: list[Seen], at: int) -> Side:
+    def more(self, steps: list[LevelStep], at: int) -> Side:
         """Return the sums with more steps."""
         fade, count = _WINDOW_KEPT ** len(steps), len(steps)
         return Side(
@@ -161,7 +161,7 @@ class Bucket(NamedTuple):
         cost = Cost(self.cost.loss + loss, self.cost.spent + spent)
         return self._replace(cost=cost), loss * usual_s
 
-    def with_steps(self, steps: Sequence[Seen], at: int) -> Bucket:
+    def with_steps(self, steps: Sequence[LevelStep], at: int) -> Bucket:
         """Return the bucket with more steps by the level that is applied."""
         windows = dict(self.windows)
         for rows in {step.rows for step in steps}:

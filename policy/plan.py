@@ -124,7 +124,7 @@ class Plan:
 
 
 @dataclass(slots=True)
-class Drafted:
+class DraftNodes:
     """The drafts' proposals for the rows of a plan: a tree of nodes for each row, best first."""
 
     row: IntArray
@@ -261,7 +261,7 @@ class Policy(Protocol[State]):
         del request, state
         return True
 
-    def trim(self, view: View, plan: Plan, drafted: Drafted, state: State) -> IntArray:
+    def trim(self, view: View, plan: Plan, drafted: DraftNodes, state: State) -> IntArray:
         """Return how many of each row's nodes are verified, int64[n], the best first.
 
         View and plan are of these rows. Here as many as the plan has tokens for the row.

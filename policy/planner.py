@@ -24,7 +24,7 @@ from .loops.problem import Limits, StepProblem, ViewRows
 from .loops.times import OCTAVES, TimedStep
 from .plan import (
     BoolArray,
-    Drafted,
+    DraftNodes,
     FloatArray,
     FreeChains,
     IntArray,
@@ -195,7 +195,7 @@ class AdaptivePlanner(Policy[PlannerState]):
         )
         draft, length = np.empty((2, n), np.int64)
         times = after.correction.times(self.latency)
-        choice = step_loops.Chosen._make(
+        choice = step_loops.StepChoice._make(
             step_loops.choose(times, batch, self._limits, knowledge, mode, draft, length)
         )
         after.goodput = choice.goodput
@@ -265,7 +265,7 @@ class AdaptivePlanner(Policy[PlannerState]):
         after.calibration = after.calibration.with_tenants(before, tenants, emptied)
         after.supply = with_tenants(after.supply, before, tenants, emptied)
 
-    def trim(self, view: View, plan: Plan, drafted: Drafted, state: PlannerState) -> IntArray:
+    def trim(self, view: View, plan: Plan, drafted: DraftNodes, state: PlannerState) -> IntArray:
         """Verify the nodes that are worth their time at the plan's price (``policy.trim``)."""
         if not plan.price or not len(drafted.row):
             return np.minimum(plan.length, np.bincount(drafted.row, minlength=len(view)))

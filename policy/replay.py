@@ -27,7 +27,7 @@ from .loops.problem import StepProblem
 from .plan import NO_DRAFT, Outcome, Plan, View
 from .planner import AdaptivePlanner, PlannerConfig, PlannerState
 from .problem import Choice, Score, score
-from .wrappers import Wrapped, Wrapper
+from .wrappers import Wrapper, WrapperState
 
 Option = tuple[int, int]
 """A draft and a length."""
@@ -134,7 +134,7 @@ class TraceError(ValueError):
     """A trace that cannot be replayed; the message says where and why."""
 
 
-class Traced(Wrapper[PlannerState]):
+class TracedPlanner(Wrapper[PlannerState]):
     """A planner that hands each line of its trace to ``emit``; none after ``most_lines``."""
 
     def __init__(
@@ -145,21 +145,21 @@ class Traced(Wrapper[PlannerState]):
         self._last: PlannerState | None = None  # the state after the last line
 
     def plan(
-        self, view: View, state: Wrapped[PlannerState], now: float, rng: Rng
-    ) -> tuple[Plan, Wrapped[PlannerState]]:
+        self, view: View, state: WrapperState[PlannerState], now: float, rng: Rng
+    ) -> tuple[Plan, WrapperState[PlannerState]]:
         plan, after = super().plan(view, state, now, rng)
         self._trace(state, after, plan={"view": view, "now": now, "plan": plan})
         return plan, after
 
     def observe(
-        self, outcome: Outcome, state: Wrapped[PlannerState], now: float
-    ) -> Wrapped[PlannerState]:
+        self, outcome: Outcome, state: WrapperState[PlannerState], now: float
+    ) -> WrapperState[PlannerState]:
         after = super().observe(outcome, state, now)
         self._trace(state, after, observe={"outcome": outcome, "now": now})
         return after
 
     def _trace(
-        self, before: Wrapped[PlannerState], after: Wrapped[PlannerState], **event: Any
+        self, before: WrapperState[PlannerState], after: WrapperState[PlannerState], **event: Any
     ) -> None:
         """Emit an event, and before it the state, if that is not the last event's."""
         if not self._lines:
@@ -175,7 +175,7 @@ class Traced(Wrapper[PlannerState]):
             self._emit(json.dumps(encode(data), separators=(",", ":")))
 
 
-class Replanned(NamedTuple):
+class ReplannedStep(NamedTuple):
     """A recorded plan and the one that the planner makes now, with all that it was made from."""
 
     recorded: Plan
@@ -186,7 +186,7 @@ class Replanned(NamedTuple):
     now: float
 
 
-def replay(lines: Iterable[str]) -> Iterator[Replanned]:
+def replay(lines: Iterable[str]) -> Iterator[ReplannedStep]:
     """Yield every recorded plan with the one that the planner makes now.
 
     Raises TraceError for lines that are no trace.
@@ -204,7 +204,7 @@ def replay(lines: Iterable[str]) -> Iterator[Replanned]:
             match decode(data):
                 case {"plan": {"view": view, "now": now, "plan": recorded}}:
                     plan, after = planner.plan(view, state, now, rng)
-                    replanned = Replanned(recorded, plan, planner, view, state, now)
+                    replanned = ReplannedStep(recorded, plan, planner, view, state, now)
                     state = after
                 case {"observe": {"outcome": outcome, "now": now}}:
                     state = planner.observe(outcome, state, now)
@@ -327,7 +327,7 @@ def main() -> int:
     return 0
 
 
-def explain_step(step: Replanned) -> list[str]:
+def explain_step(step: ReplannedStep) -> list[str]:
     """Return a line about the step, planned now, and one for each of its requests."""
     prompts = f"{step.view.prefill_tokens} prompt tokens"
     lines = explain(step.planner, step.view, step.state, step.plan, step.now)

@@ -6,7 +6,7 @@ import numpy as np
 
 from .loops import device as loops
 from .loops.device import Supply
-from .loops.trim import BINS, KINDS, Proposed
+from .loops.trim import BINS, KINDS, ProposedNodes
 from .plan import IntArray
 from .tenants import with_rows
 
@@ -24,7 +24,7 @@ def with_tenants(supply: Supply, before: int, tenants: int, emptied: list[int]) 
     return Supply(*(with_rows(column, before, tenants, emptied) for column in supply))
 
 
-def learnt(supply: Supply, proposed: Proposed, places: IntArray) -> Supply:
+def learnt(supply: Supply, proposed: ProposedNodes, places: IntArray) -> Supply:
     """Return the supply after the nodes of a step; ``places[m]`` by row are how many each was to
     propose for, 0: unknown (``policy.loops.device.learn_supply``).
     """

@@ -22,7 +22,7 @@ import numpy as np
 
 from .loops import trim as loops
 from .loops.times import Times
-from .plan import BoolArray, Drafted, FloatArray, IntArray, Plan, View
+from .plan import BoolArray, DraftNodes, FloatArray, IntArray, Plan, View
 from .problem import ints
 from .tenants import with_rows
 
@@ -104,9 +104,9 @@ class Calibration:
         of tenant and draft (-1: unknown).
 
         Nodes of a row follow one another; without rows each has one of its own. ``depth`` is as in
-        ``policy.plan.Drafted``, ``expected`` as in ``policy.loops.trim.Proposed``. Knowledge of
-        columns without nodes fades by ``steps`` steps where rows that could have had some were
-        ``present``, bool[C, 2] (None: nowhere).
+        ``policy.plan.DraftNodes``, ``expected`` as in ``policy.loops.trim.ProposedNodes``.
+        Knowledge of columns without nodes fades by ``steps`` steps where rows that could have had
+        some were ``present``, bool[C, 2] (None: nowhere).
         """
         if present is None:
             if not len(column):
@@ -128,13 +128,13 @@ def proposed_of(
     confidence: FloatArray,
     sampled: BoolArray,
     expected: FloatArray | None = None,
-) -> loops.Proposed:
+) -> loops.ProposedNodes:
     """Return nodes, [q] each, as the loops take them; without a depth the rows have chains, in
     order, and without what was ``expected`` of their rows that is as the claims say.
     """
     if depth is None:
         depth = np.arange(len(row)) - np.searchsorted(row, row)
-    return loops.Proposed(
+    return loops.ProposedNodes(
         ints(row),
         ints(column),
         ints(depth),
@@ -149,7 +149,7 @@ def trim_nodes(
     calibration: Calibration,
     view: View,
     plan: Plan,
-    drafted: Drafted,
+    drafted: DraftNodes,
 ) -> IntArray:
     """Return how many of each row's nodes are verified, int64[n], at the plan's price; view and
     plan are of these rows.

@@ -11,11 +11,11 @@ import numpy as np
 from numpy.random import Generator as Rng
 
 from .baselines import same_for_all
-from .plan import Drafted, IntArray, Outcome, Plan, Policy, State, View
+from .plan import DraftNodes, IntArray, Outcome, Plan, Policy, State, View
 
 
 @dataclass(slots=True)
-class Wrapped(Generic[State]):
+class WrapperState(Generic[State]):
     """A wrapper's state."""
 
     inner: State
@@ -24,42 +24,46 @@ class Wrapped(Generic[State]):
     """The wrapper's own state; None: nothing."""
 
 
-class Wrapper(Policy[Wrapped[State]]):
+class Wrapper(Policy[WrapperState[State]]):
     """A policy around another, which answers wherever a wrapper overrides nothing."""
 
     def __init__(self, policy: Policy[State]) -> None:
         self.policy = policy
 
-    def start(self) -> Wrapped[State]:
-        return Wrapped(self.policy.start())
+    def start(self) -> WrapperState[State]:
+        return WrapperState(self.policy.start())
 
     def plan(
-        self, view: View, state: Wrapped[State], now: float, rng: Rng
-    ) -> tuple[Plan, Wrapped[State]]:
+        self, view: View, state: WrapperState[State], now: float, rng: Rng
+    ) -> tuple[Plan, WrapperState[State]]:
         plan, inner = self.policy.plan(view, state.inner, now, rng)
-        return plan, Wrapped(inner)
+        return plan, WrapperState(inner)
 
     def needs_ceilings(
         self,
         request: IntArray,  # [n]
-        state: Wrapped[State],
+        state: WrapperState[State],
     ) -> bool:
         return self.policy.needs_ceilings(request, state.inner)
 
-    def trim(self, view: View, plan: Plan, drafted: Drafted, state: Wrapped[State]) -> IntArray:
+    def trim(
+        self, view: View, plan: Plan, drafted: DraftNodes, state: WrapperState[State]
+    ) -> IntArray:
         return self.policy.trim(view, plan, drafted, state.inner)
 
-    def observe(self, outcome: Outcome, state: Wrapped[State], now: float) -> Wrapped[State]:
+    def observe(
+        self, outcome: Outcome, state: WrapperState[State], now: float
+    ) -> WrapperState[State]:
         inner = self.policy.observe(outcome, state.inner, now)
-        return Wrapped(inner, state.outer)
+        return WrapperState(inner, state.outer)
 
-    def save(self, state: Wrapped[State], now: float) -> dict[str, Any]:
+    def save(self, state: WrapperState[State], now: float) -> dict[str, Any]:
         return self.policy.save(state.inner, now)
 
-    def load(self, data: dict[str, Any], now: float, idle_s: float) -> Wrapped[State]:
-        return Wrapped(self.policy.load(data, now, idle_s))
+    def load(self, data: dict[str, Any], now: float, idle_s: float) -> WrapperState[State]:
+        return WrapperState(self.policy.load(data, now, idle_s))
 
-    def drift(self, state: Wrapped[State]) -> dict[str, float]:
+    def drift(self, state: WrapperState[State]) -> dict[str, float]:
         return self.policy.drift(state.inner)
 
 
@@ -122,12 +126,12 @@ class SwitchedPolicy(Wrapper[State]):
         self._switches = switches
 
     def plan(
-        self, view: View, state: Wrapped[State], now: float, rng: Rng
-    ) -> tuple[Plan, Wrapped[State]]:
+        self, view: View, state: WrapperState[State], now: float, rng: Rng
+    ) -> tuple[Plan, WrapperState[State]]:
         """Plan as the switches say. Raises ValueError when the fixed draft is not in the view."""
         switches = self._switches()
         if switches.speculation == "off":
-            return Plan.nothing(len(view)), Wrapped(state.inner)
+            return Plan.nothing(len(view)), WrapperState(state.inner)
         view = switches.cap(view)
         if switches.speculation == "shadow":
             shadow_view = _with_shadow(view, state.outer or {})
@@ -136,7 +140,9 @@ class SwitchedPolicy(Wrapper[State]):
             drafts = zip(
                 view.request[drafting].tolist(), shadow.draft[drafting].tolist(), strict=True
             )
-            return replace(switches.fixed_plan(view), shadow=shadow), Wrapped(inner, dict(drafts))
+            return replace(switches.fixed_plan(view), shadow=shadow), WrapperState(
+                inner, dict(drafts)
+            )
         if view.control is None or not view.control.any():
             return super().plan(view, state, now, rng)
         fixed = switches.fixed_plan(view)
@@ -145,7 +151,7 @@ class SwitchedPolicy(Wrapper[State]):
         length = np.where(view.control, fixed.length, plan.length)
         return replace(plan, draft=draft, length=length), after
 
-    def needs_ceilings(self, request: IntArray, state: Wrapped[State]) -> bool:
+    def needs_ceilings(self, request: IntArray, state: WrapperState[State]) -> bool:
         """Return the policy's answer for requests int64[n] if it alone decides; False if
         speculation is off.
         """
@@ -155,7 +161,9 @@ class SwitchedPolicy(Wrapper[State]):
         alone = switches.speculation == "on" and switches.canary_share == 1
         return not alone or super().needs_ceilings(request, state)
 
-    def trim(self, view: View, plan: Plan, drafted: Drafted, state: Wrapped[State]) -> IntArray:
+    def trim(
+        self, view: View, plan: Plan, drafted: DraftNodes, state: WrapperState[State]
+    ) -> IntArray:
         """Return the policy's answer; rows that it did not plan are verified as planned."""
         switches = self._switches()
         if switches.speculation != "on":

@@ -24,7 +24,7 @@ _DRAWN_STEPS = 4000
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedStep:
     """A decoding request's step on average: tokens that it brings and proposes."""
 
     emitted: float
@@ -115,7 +115,7 @@ class StepTokens:
         sums = np.average(self._counts, 0, weights) + 1e-300
         return sums[2:] / sums[1], min(float(sums[1] / sums[0]), 1.0)
 
-    def expect(self, rng: np.random.Generator | None = None) -> list[Expected]:
+    def expect(self, rng: np.random.Generator | None = None) -> list[ExpectedStep]:
         """Return what each length from 0 on brings; with ``rng`` in one draw of the Bayesian
         bootstrap (Rubin 1981) over cells and texts.
         """
@@ -142,9 +142,9 @@ class StepTokens:
         emitted[0] = 1.0
         fires = (1 - share) * sums[:, 3] / sums[:, 1] + share * fired
         drafted = (1 - share) * sums[:, 2] / sums[:, 1] + share * fired * np.arange(len(fires))
-        zero = Expected(1.0, 0.0, 0.0)
+        zero = ExpectedStep(1.0, 0.0, 0.0)
         longer = zip(emitted[1:], drafted[1:], fires[1:], strict=True)
-        return [zero, *(Expected(float(e), float(d), float(f)) for e, d, f in longer)]
+        return [zero, *(ExpectedStep(float(e), float(d), float(f)) for e, d, f in longer)]
 
 
 def _share(rows: Sequence[tuple[float, float, float]]) -> float:

@@ -162,7 +162,7 @@ class Campaign:
 
 
 @dataclass
-class Started(Campaign):
+class StartedServers(Campaign):
     """Starts a server for each length."""
 
     command: str = ""
@@ -199,7 +199,7 @@ class Started(Campaign):
 
 
 @dataclass
-class Probed(Campaign):
+class ProbedServer(Campaign):
     """Asks a running server for the length with each request, by the probe scheduler, and a second
     one without speculation.
     """

@@ -19,7 +19,7 @@ from typing import Any
 from backend import __version__
 from backend.advise import AdviceError, artifacts, passive, report, verify
 from backend.advise.advice import Advice, advise
-from backend.advise.campaign import Campaign, CampaignSettings, Probed, Started
+from backend.advise.campaign import Campaign, CampaignSettings, ProbedServer, StartedServers
 from backend.advise.goodput import PLAIN
 from backend.advise.load import Body, Client, is_local, read_log
 from backend.advise.scrape import require
@@ -240,7 +240,7 @@ def _advise(options: argparse.Namespace, make: Callable[..., Client]) -> int:
     )
     make = partial(make, allowance=settings.allowance)
     campaign, arms, longest = _plan(options, settings, make)
-    arms_sent = len(arms) - (isinstance(campaign, Probed) and campaign.plain is None)
+    arms_sent = len(arms) - (isinstance(campaign, ProbedServer) and campaign.plain is None)
     urls = [url for url in (options.url, options.plain_url) if url]
     consent(urls, arms_sent * settings.requests(options.in_flight), options, bodies)
     advice = _measure(campaign, arms, longest, options)
@@ -256,7 +256,7 @@ def _now(options: argparse.Namespace) -> int:
 
 def _plan(
     options: argparse.Namespace, settings: CampaignSettings, make: Callable[..., Client]
-) -> tuple[Started | Probed, list[int], int]:
+) -> tuple[StartedServers | ProbedServer, list[int], int]:
     """Return what measures, the first arms, and the longest length."""
     now = _now(options)
     if options.serve:
@@ -265,7 +265,7 @@ def _plan(
         if not options.spec:
             raise AdviceError('--serve needs --spec, such as \'{"method": "ngram"}\'')
         longest = max(options.lengths or [now, _LEAST_LONGEST])
-        started = Started(
+        started = StartedServers(
             settings,
             _say,
             engine=engine_of(options.serve),
@@ -277,7 +277,7 @@ def _plan(
         lengths = options.lengths or [*zero, min(3, (longest + 1) // 2), longest]
         return started, [PLAIN, *sorted({*lengths})], longest
     plain = make(options.plain_url) if options.plain_url else None
-    probed = Probed(settings, _say, server=make(options.url), plain=plain)
+    probed = ProbedServer(settings, _say, server=make(options.url), plain=plain)
     check_places([url for url in (options.url, options.plain_url) if url], options)
     page = probed.server.page()
     require(page, "drafts", "drafted", "accepted")
@@ -292,7 +292,10 @@ def _plan(
 
 
 def _measure(
-    campaign: Started | Probed, arms: list[int], longest: int, options: argparse.Namespace
+    campaign: StartedServers | ProbedServer,
+    arms: list[int],
+    longest: int,
+    options: argparse.Namespace,
 ) -> Advice:
     """Measure, and measure more where the first fit leaves something open."""
     campaign.measure(arms, longest)

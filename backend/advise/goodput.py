@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from backend.advise.acceptance import Expected, StepTokens
+from backend.advise.acceptance import ExpectedStep, StepTokens
 from backend.advise.load import Cell
 from backend.advise.times import FittedTimes, StepLoad
 from policy.plan import FloatArray, IntArray
@@ -50,7 +50,7 @@ class Goodput:
     """The model of a server with requests of one mean size."""
 
     times: FittedTimes
-    expected: list[Expected]
+    expected: list[ExpectedStep]
     prompt_tokens: float
     """Computed prompt tokens of a request."""
     output_tokens: float

@@ -17,7 +17,7 @@ from backend.advise import AdviceError
 from backend.advise.campaign import (
     MOST_IN_FLIGHT,
     CampaignSettings,
-    Started,
+    StartedServers,
     is_length,
 )
 from backend.advise.goodput import PLAIN, Interval, LoadRange, length_at
@@ -35,7 +35,7 @@ BLOCKS = 5
 
 
 @dataclass
-class Advised:
+class AdviceFile:
     """The parts of advice.json that a proof needs."""
 
     table: list[LoadRange]
@@ -45,7 +45,7 @@ class Advised:
     engine: str
 
     @classmethod
-    def read(cls, path: Path) -> Advised:
+    def read(cls, path: Path) -> AdviceFile:
         """Read advice.json. Raises AdviceError."""
         try:
             data = json.loads(path.read_text("utf-8"))
@@ -76,7 +76,7 @@ class Advised:
 class Proof:
     """Tokens a second by arm, load and block, and what the engine drafted."""
 
-    advised: Advised
+    advised: AdviceFile
     speeds: dict[tuple[str, int], list[float]] = field(default_factory=dict)
     drafted: dict[int, list[float]] = field(default_factory=dict)
     """Drafted tokens of a proposal after the change, by load."""
@@ -175,7 +175,7 @@ def run(
     read_log: Callable[[Path], list[Body]],
 ) -> int:
     """Measure the arms in blocks and print the outcome; returns the exit status."""
-    advised = Advised.read(options.advice)
+    advised = AdviceFile.read(options.advice)
     if not options.requests:
         raise AdviceError("verify needs --requests: the log that the advice was made for")
     bodies = read_log(options.requests)
@@ -188,7 +188,7 @@ def run(
         start_limit_s=options.start_limit,
         allowance=[options.most_requests],
     )
-    campaign = Started(
+    campaign = StartedServers(
         settings,
         say,
         engine=advised.engine or "vllm",
@@ -216,7 +216,7 @@ def run(
 
 
 def measure_arm(
-    proofs: Mapping[str, Proof], campaign: Started, client: Client, name: str, block: int
+    proofs: Mapping[str, Proof], campaign: StartedServers, client: Client, name: str, block: int
 ) -> None:
     """Measure a server at all loads, for proofs by ``wall`` or ``cpu`` time."""
     model = campaign.look(client)
@@ -239,7 +239,7 @@ def measure_arm(
 class _ArmServers:
     """The servers of the arms: running ones, all started at once, or one at a time."""
 
-    campaign: Started
+    campaign: StartedServers
     arms: dict[str, list[LoadRange]]
     urls: dict[str, str]
     stack: ExitStack

@@ -48,7 +48,7 @@ class ScoredPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
+class GatheredOutputs:
     """The tokens of a reply with the outputs asked for (None: not asked for)."""
 
     tokens: list[int]
@@ -108,7 +108,7 @@ class Gatherer:
                 self._prompt.read(rows, have, self.sequence.sampling.top_log_probs or 0)
             self._context_rows += len(rows)
 
-    def pop(self) -> Gathered:
+    def pop(self) -> GatheredOutputs:
         """Return what has come since the last call."""
         sequence, tokens, top, logits = self.sequence, self._tokens, self._top, self._logits
         self._tokens, self._top, self._logits = [], [], []
@@ -116,7 +116,7 @@ class Gatherer:
         if sequence.context_logits and not self._context_sent:
             context, self._context, self._context_sent = np.concatenate(self._context), [], True
         prompt, self._prompt = self._prompt, None
-        return Gathered(
+        return GatheredOutputs(
             tokens,
             None if sequence.sampling.top_log_probs is None else top,
             np.concatenate(logits) if sequence.generation_logits and logits else None,

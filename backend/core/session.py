@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
-from backend.core.extras import LEAST_LOG_PROB, Gathered, Gatherer
+from backend.core.extras import LEAST_LOG_PROB, GatheredOutputs, Gatherer
 from backend.core.stop_words import StopWords
 from backend.engines.port import Extras
 from backend.ops.request_trace import RequestTrace
@@ -57,7 +57,7 @@ class Delta:
     log_probs: list[float] | None = None
     cum_log_prob: float | None = None
     tokens: list[int] | None = None
-    extras: Gathered | None = None
+    extras: GatheredOutputs | None = None
 
 
 class ReplySink(Protocol):

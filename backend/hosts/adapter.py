@@ -60,7 +60,7 @@ class HostRow:
 
 
 @dataclass(slots=True)
-class Verified:
+class VerifiedRow:
     """The result of a step for a row."""
 
     key: Hashable
@@ -231,7 +231,7 @@ class Host:
 
     # -- after it
 
-    def ran(self, rows: Iterable[Verified], *, verify_s: float, prefill_tokens: int = 0) -> None:
+    def ran(self, rows: Iterable[VerifiedRow], *, verify_s: float, prefill_tokens: int = 0) -> None:
         """Learn from the step that was proposed for: its rows, the seconds of the target's pass,
         and the prompts' tokens in it.
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from backend.engines.port import Engine
 from backend.engines.proposer import InTarget
-from backend.hosts.adapter import Host, HostRow, Verified
+from backend.hosts.adapter import Host, HostRow, VerifiedRow
 from backend.hosts.settings import HostConfig
 from backend.ops.stats import Stats
 from backend.sequence import Proposal
@@ -73,7 +73,7 @@ class Lengths(Host):
         if sequence is not None:
             sequence.tokens += tokens[len(sequence.tokens) :]
 
-    def ran(self, rows: Iterable[Verified], *, verify_s: float, prefill_tokens: int = 0) -> None:
+    def ran(self, rows: Iterable[VerifiedRow], *, verify_s: float, prefill_tokens: int = 0) -> None:
         """Learn from the oldest step that runs. Its seconds contain those of the drafter for the
         next one, which are taken from the table; its own drafter ran in the pass before.
         """
@@ -89,7 +89,7 @@ class Lengths(Host):
             verify_s = max(0.0, verify_s - self._drafter_s(following))
         super().ran(rows, verify_s=verify_s, prefill_tokens=prefill_tokens)
 
-    def _take(self, step: DecodeStep, rows: Seq[Verified]) -> None:
+    def _take(self, step: DecodeStep, rows: Seq[VerifiedRow]) -> None:
         """Note as the drafter's proposals what was verified of them."""
         for row in rows:
             sequence = self.sequences.get(row.key)

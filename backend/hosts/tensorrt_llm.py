@@ -33,7 +33,7 @@ from tensorrt_llm._torch.speculative.drafter import Drafter
 from tensorrt_llm.llmapi import UserProvidedDecodingConfig
 
 from backend.checked_settings import ConfigError
-from backend.hosts.adapter import Host, HostRow, Verified
+from backend.hosts.adapter import Host, HostRow, VerifiedRow
 from backend.hosts.settings import TARGET, HostConfig, host_config
 from backend.ops.stats import Stats, StepStats
 from backend.sequence import Proposal
@@ -175,7 +175,7 @@ class SpindleResources(BaseResourceManager):  # type: ignore[misc]
         for request in scheduled_batch.generation_requests:
             proposal = self._proposals.get(request.py_request_id)
             proposed = [] if proposal is None else proposal.tokens
-            rows.append(Verified(request.py_request_id, proposed, request.get_tokens(0)))
+            rows.append(VerifiedRow(request.py_request_id, proposed, request.get_tokens(0)))
             entry = self._requests.get(request.py_client_id)
             if proposed and entry is not None:
                 accepted = min(request.py_num_accepted_draft_tokens, len(proposed))

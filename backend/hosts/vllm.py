@@ -30,7 +30,7 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 
 from backend.checked_settings import ConfigError
-from backend.hosts.adapter import Host, HostRow, Verified
+from backend.hosts.adapter import Host, HostRow, VerifiedRow
 from backend.hosts.calibration import StepCalibration, StepShape, shapes
 from backend.hosts.home import EngineConnection
 from backend.hosts.metrics import Exporter
@@ -167,7 +167,7 @@ class SpindleScheduler(Scheduler):  # type: ignore[misc] # vLLM is not there to 
             self._note_calibration(step, verify_s)
             return _without_made_up(outputs)
         rows = [
-            Verified(name, proposed, request.all_token_ids)
+            VerifiedRow(name, proposed, request.all_token_ids)
             for name, (request, proposed) in step.decoding.items()
         ]
         self._host.ran(rows, verify_s=verify_s, prefill_tokens=step.prefill_tokens)

@@ -2,10 +2,10 @@
 bytes, big-endian, then MessagePack.
 
 The first message of either side is ``Hello`` with the protocol's version. ``id`` is chosen by the
-stub, unique in its connection. Every ``Submit`` is answered by exactly one ``Final`` or ``Failed``,
-after the ``Chunk``s of a streaming request; every ``Admin``, ``Encode`` and ``Decode`` by one
-``AdminReply``, ``Encoded``, ``Decoded`` or ``Failed``; a sender of ``Subscribe`` gets
-``StatsUpdate``.
+stub, unique in its connection. Every ``Submit`` is answered by exactly one ``Final`` or
+``ErrorReply``, after the ``Chunk``s of a streaming request; every ``Admin``, ``Encode`` and
+``Decode`` by one ``AdminReply``, ``EncodeReply``, ``DecodeReply`` or ``ErrorReply``; a sender of
+``Subscribe`` gets ``StatsUpdate``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 from backend.ops.metric_names import Labelled
 from backend.request import ErrorCode, FinishReason, GenerationRequest
 
-VERSION = 2
+VERSION = 3
 SWITCHES_SUFFIX = ".switches"
 """Suffix of the file next to the socket in which switches set live outlast an engine process; a
 server that starts removes it.
@@ -134,7 +134,7 @@ class Final(Chunk, frozen=True, kw_only=True, tag=True):
     k_max: int = 0
 
 
-class Failed(IpcMessage, frozen=True, kw_only=True, tag=True):
+class ErrorReply(IpcMessage, frozen=True, kw_only=True, tag=True):
     """A request or command that came to nothing."""
 
     code: ErrorCode
@@ -155,7 +155,7 @@ class StatsUpdate(IpcMessage, frozen=True, kw_only=True, tag=True):
     gauges: list[Labelled] = []
 
 
-class Encoded(IpcMessage, frozen=True, kw_only=True, tag=True):
+class EncodeReply(IpcMessage, frozen=True, kw_only=True, tag=True):
     """The token ids of texts and words, in order."""
 
     prompts: list[list[int]]
@@ -164,14 +164,16 @@ class Encoded(IpcMessage, frozen=True, kw_only=True, tag=True):
     vocab_size: int
 
 
-class Decoded(IpcMessage, frozen=True, kw_only=True, tag=True):
+class DecodeReply(IpcMessage, frozen=True, kw_only=True, tag=True):
     """The texts of token ids, in order."""
 
     texts: list[str]
 
 
 FromStub = Hello | Submit | Cancel | Admin | Subscribe | Encode | Decode
-FromEngine = Hello | Chunk | Final | Failed | AdminReply | StatsUpdate | Encoded | Decoded
+FromEngine = (
+    Hello | Chunk | Final | ErrorReply | AdminReply | StatsUpdate | EncodeReply | DecodeReply
+)
 
 
 class ProtocolVersionError(Exception):

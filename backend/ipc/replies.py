@@ -12,10 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from backend.core.extras import FloatArray, Gathered
+from backend.core.extras import FloatArray, GatheredOutputs
 from backend.core.preparation import Preparation
 from backend.core.session import Delta
-from backend.ipc.messages import Chunk, Decode, Decoded, Encode, Encoded, Final, PromptScores
+from backend.ipc.messages import (
+    Chunk,
+    Decode,
+    DecodeReply,
+    Encode,
+    EncodeReply,
+    Final,
+    PromptScores,
+)
 from backend.ops.stats import Usage
 from backend.request import ErrorCode, FinishReason, RequestError
 from backend.tokenizer import Tokenizer
@@ -65,7 +73,7 @@ class Replies:
             produced |= {"log_probs": delta.log_probs, "cum_log_prob": delta.cum_log_prob}
         return produced if delta.extras is None else produced | self._extras(delta.extras)
 
-    def _extras(self, extras: Gathered) -> dict[str, Any]:
+    def _extras(self, extras: GatheredOutputs) -> dict[str, Any]:
         outputs: dict[str, Any] = {
             "context_logits": self._save(extras.context_logits),
             "generation_logits": self._save(extras.logits),
@@ -99,13 +107,13 @@ class Replies:
         return data or self._names.get(token) or b"<token %d>" % token
 
 
-def encode_texts(preparation: Preparation, message: Encode) -> Encoded:
+def encode_texts(preparation: Preparation, message: Encode) -> EncodeReply:
     """Return the ids of texts and words; words have no special tokens. Raises RequestError."""
     tokenizer = preparation.tokenizer
     for text in message.prompts:
         preparation.limits.check_text("QUERY", text)
     texts = zip(message.prompts, message.add_special_tokens, strict=True)
-    return Encoded(
+    return EncodeReply(
         id=message.id,
         prompts=[preparation.encode(text, special) for text, special in texts],
         words=[tokenizer.encode(word, add_special_tokens=False) for word in message.words],
@@ -114,7 +122,7 @@ def encode_texts(preparation: Preparation, message: Encode) -> Encoded:
     )
 
 
-def decode_tokens(preparation: Preparation, message: Decode) -> Decoded:
+def decode_tokens(preparation: Preparation, message: Decode) -> DecodeReply:
     """Return the texts of ids; those that only the model's padded vocabulary has are no text.
     Raises RequestError.
     """
@@ -128,4 +136,4 @@ def decode_tokens(preparation: Preparation, message: Decode) -> Decoded:
             )
         data = b"".join(table[token] for token in tokens if token < len(table))
         texts.append(data.decode("utf-8", "replace"))
-    return Decoded(id=message.id, texts=texts)
+    return DecodeReply(id=message.id, texts=texts)

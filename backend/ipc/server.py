@@ -30,7 +30,7 @@ from backend.ipc.messages import (
     Cancel,
     Decode,
     Encode,
-    Failed,
+    ErrorReply,
     Final,
     FrameError,
     Frames,
@@ -45,7 +45,7 @@ from backend.ipc.messages import (
     frame,
 )
 from backend.ipc.replies import Replies, decode_tokens, encode_texts
-from backend.ops.request_trace import Broken, Ended, RequestTrace
+from backend.ops.request_trace import ErrorEnding, RequestTrace, ServedEnding
 from backend.ops.stats import Usage
 from backend.reloading import reload_drafts
 from backend.request import ErrorCode, FinishReason, GenerationRequest, RequestError
@@ -117,13 +117,13 @@ class Ticket:
     def final(self, delta: Delta, reason: FinishReason, usage: Usage) -> None:
         """Send the last reply."""
         message = self._server.replies.final(self._id, delta, reason, usage)
-        self._close(message, Ended(reason.value, usage))
+        self._close(message, ServedEnding(reason.value, usage))
 
     def error(self, code: ErrorCode, message: str) -> None:
         """Send the error that ends the request."""
-        self._close(Failed(id=self._id, code=code, message=message), Broken(code.value))
+        self._close(ErrorReply(id=self._id, code=code, message=message), ErrorEnding(code.value))
 
-    def _close(self, message: Final | Failed, ending: Ended | Broken) -> None:
+    def _close(self, message: Final | ErrorReply, ending: ServedEnding | ErrorEnding) -> None:
         if self._connection.tickets.pop(self._id, None) is not None:
             self._server.post(self._connection, message)
             if self.trace is not None:
@@ -412,11 +412,11 @@ class Server:
             else:
                 reply = decode_tokens(self._app.preparation, message)
         except RequestError as error:
-            reply = Failed(id=message.id, code=error.code, message=error.message)
+            reply = ErrorReply(id=message.id, code=error.code, message=error.message)
         except Exception as error:
             logger.exception("a text could not be converted")
             reason = f"it could not be converted ({type(error).__name__})"
-            reply = Failed(id=message.id, code=ErrorCode.INTERNAL, message=reason)
+            reply = ErrorReply(id=message.id, code=ErrorCode.INTERNAL, message=reason)
         self.post(connection, reply)
 
     def _command(self, connection: StubConnection, message: Admin) -> None:
@@ -447,7 +447,7 @@ class Server:
             logger.exception("a command failed")
             code = ErrorCode.INTERNAL
             message = f"the command failed: {error or type(error).__name__}"
-        self.post(connection, Failed(id=request_id, code=code, message=message))
+        self.post(connection, ErrorReply(id=request_id, code=code, message=message))
 
     def _admin(self, command: str) -> dict[str, Any]:
         """Return the reply to a command that takes no time. Raises ConfigError or RequestError."""

@@ -18,7 +18,7 @@ from backend.openai_frontend.access import tenant_salt
 from backend.openai_frontend.choices import COMPLETION, Style, TextChoice
 from backend.openai_frontend.errors import CHAT_FIELDS, FIELDS, TOOL_FIELDS, ApiError
 from backend.openai_frontend.schema import ChatRequest, CompletionOptions, CompletionRequest
-from backend.openai_frontend.template import Escaped
+from backend.openai_frontend.template import EscapedPrompt
 from backend.openai_frontend.triton import Piece, Triton
 from backend.triton_adapter.fields import TEXT_INPUTS
 from backend.triton_adapter.openai_options import as_tensors
@@ -150,7 +150,7 @@ class RequestedTexts:
 
     body: CompletionOptions
     style: Style
-    prompts: Sequence[str | list[int] | Escaped]
+    prompts: Sequence[str | list[int] | EscapedPrompt]
     options: dict[str, Any]
     spec_decode_metrics: str = "summary"
 
@@ -161,7 +161,7 @@ class RequestedTexts:
             for prompt in self.prompts
         ]
 
-    async def _tokenize(self, triton: Triton, prompt: str | Escaped) -> list[int]:
+    async def _tokenize(self, triton: Triton, prompt: str | EscapedPrompt) -> list[int]:
         special = self.options.get("add_special_tokens")
         return await triton.tokenize(prompt, self._fields(), add_special_tokens=special)
 
@@ -171,7 +171,7 @@ class RequestedTexts:
         """
         fields = self._fields()
         prompts = [
-            await self._tokenize(triton, prompt) if isinstance(prompt, Escaped) else prompt
+            await self._tokenize(triton, prompt) if isinstance(prompt, EscapedPrompt) else prompt
             for prompt in self.prompts
         ]
         echoed = [await _text(triton, prompt) if self.style.echo else "" for prompt in prompts]

@@ -15,7 +15,7 @@ from backend.openai_frontend.bodies import INT32, ChatMessage, Tool, first_broke
 from backend.openai_frontend.call_bodies import as_json
 from backend.openai_frontend.errors import ApiError
 from backend.openai_frontend.reading import Channels, Frame, reasoning_after
-from backend.openai_frontend.template import ChatTemplate, Escaped, Escaper, RenderError
+from backend.openai_frontend.template import ChatTemplate, EscapedPrompt, Escaper, RenderError
 
 MIN_BODY_BYTES = 4 * 1024 * 1024
 BODY_BYTES_PER_TOKEN = 32
@@ -64,7 +64,7 @@ class FrontEnd:
         tools: list[Tool] | None,
         variables: Mapping[str, Any] | None = None,
         effort: str | None = None,
-    ) -> str | Escaped:
+    ) -> str | EscapedPrompt:
         """Return the prompt of a conversation by the template, its ``variables`` and the
         ``reasoning_effort``. Raises ApiError.
         """
@@ -87,7 +87,7 @@ class FrontEnd:
             raise ApiError(400, "messages are nested too deeply", "messages") from None
         return escaper.prompt(text) if escaper else text
 
-    def frame(self, prompt: str | Escaped, *, splits: bool) -> Frame | None:
+    def frame(self, prompt: str | EscapedPrompt, *, splits: bool) -> Frame | None:
         """Return what is around the content of the answer to a conversation; ``splits``: the
         client wants reasoning apart from the content.
         """
@@ -96,5 +96,5 @@ class FrontEnd:
             return Channels(splits)
         if self.template is None or not splits:
             return None
-        text = prompt.text if isinstance(prompt, Escaped) else prompt
+        text = prompt.text if isinstance(prompt, EscapedPrompt) else prompt
         return reasoning_after(self.template.reasoning, text)

@@ -19,7 +19,7 @@ from backend.openai_frontend.schema import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from backend.openai_frontend.template import Escaped
+from backend.openai_frontend.template import EscapedPrompt
 from backend.request import RequestError
 
 _KEPT = {"model", "n", "stream", "stream_options", "max_completion_tokens"}
@@ -97,7 +97,7 @@ def _slim(body: AnyBody) -> AnyBody:
 
 def text_of(
     settings: FrontEnd, data: bytes, headers: Mapping[str, str]
-) -> tuple[str | Escaped, bool | None]:
+) -> tuple[str | EscapedPrompt, bool | None]:
     """Return the text that a body of ``/tokenize`` is about, and whether it gets special tokens
     (None: as the deployment says).
     """

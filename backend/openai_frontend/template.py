@@ -44,7 +44,7 @@ _EFFORT = "reasoning_effort"
 
 
 @dataclass(frozen=True, slots=True)
-class Escaped:
+class EscapedPrompt:
     """A prompt, and the special tokens in it as they follow each other: name, and whether it is
     plain text.
     """
@@ -87,7 +87,7 @@ class Escaper:
         """Return the messages with their special tokens cut."""
         return [{**self._value(message), "role": message["role"]} for message in messages]
 
-    def prompt(self, rendered: str) -> str | Escaped:
+    def prompt(self, rendered: str) -> str | EscapedPrompt:
         """Return the prompt of a rendered template; an escaped one where there is need."""
         parts = rendered.split(self._cut_mark)
         cuts, text = list(accumulate(map(len, parts[:-1]))), "".join(parts)
@@ -95,7 +95,7 @@ class Escaper:
             (match[0], any(match.start() < cut < match.end() for cut in cuts))
             for match in (self._shapes.pattern.finditer(text) if cuts else ())
         ]
-        return Escaped(text, tuple(tokens)) if any(plain for _, plain in tokens) else text
+        return EscapedPrompt(text, tuple(tokens)) if any(plain for _, plain in tokens) else text
 
     def _value(self, value: Any) -> Any:
         if isinstance(value, str):

@@ -18,7 +18,7 @@ from tritonclient.utils import InferenceServerException
 
 from backend.loopback import CHANNEL_OPTIONS
 from backend.openai_frontend.errors import FIELDS, ApiError, upstream_error
-from backend.openai_frontend.template import Escaped
+from backend.openai_frontend.template import EscapedPrompt
 from backend.triton_adapter.fields import MODELS, NUMPY_TYPES
 from backend.triton_adapter.responder import ERRORS_AS_OUTPUTS
 
@@ -101,7 +101,7 @@ class Triton:
 
     async def tokenize(
         self,
-        text: str | Escaped,
+        text: str | EscapedPrompt,
         names: Mapping[str, str] = FIELDS,
         *,
         add_special_tokens: bool | None = None,
@@ -109,7 +109,7 @@ class Triton:
         """Return the token ids that a prompt has; ``names`` are what a client calls the inputs.
         Raises ApiError.
         """
-        if isinstance(text, Escaped):
+        if isinstance(text, EscapedPrompt):
             ids = await self.tokenize(text.text, names, add_special_tokens=add_special_tokens)
             for name in text.plain - self._letters.keys():
                 self._letters[name] = await self._letters_of(name)

@@ -49,14 +49,14 @@ class TracedStep(NamedTuple):
     parts_s: dict[str, float]
 
 
-class Ended(NamedTuple):
+class ServedEnding(NamedTuple):
     """A request that was served."""
 
     reason: str
     usage: Usage
 
 
-class Broken(NamedTuple):
+class ErrorEnding(NamedTuple):
     """A request that was not: an error's code. Its sentence may quote the prompt."""
 
     code: str
@@ -73,7 +73,7 @@ class RequestTrace:
     attributes: dict[str, Any] = field(default_factory=dict)
     phases: list[Phase] = field(default_factory=lambda: [Phase("tokenise", perf_counter())])
     steps: list[TracedStep] = field(default_factory=list)
-    ending: Ended | Broken | None = None
+    ending: ServedEnding | ErrorEnding | None = None
     ended_s: float = 0.0
     epoch_s: float = field(default_factory=lambda: time() - perf_counter())
 
@@ -94,6 +94,6 @@ class RequestTrace:
         if emitted and self.phases[phase].name == "prefill":
             self.phases.append(Phase("decode", now_s))
 
-    def end(self, ending: Ended | Broken) -> None:
+    def end(self, ending: ServedEnding | ErrorEnding) -> None:
         """Note how it ended."""
         self.ending, self.ended_s = ending, perf_counter()

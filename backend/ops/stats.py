@@ -60,7 +60,7 @@ class Reuse:
     """Tokens whose KV the target had at admission."""
 
 
-class Drained(NamedTuple):
+class DrainedStats(NamedTuple):
     """Counters' increments, new observations, and gauges."""
 
     counters: list[Labelled]
@@ -106,7 +106,7 @@ class Stats:
         with self._lock:
             self._gauges[name, tuple(sorted(labels.items()))] = value
 
-    def drain(self) -> Drained:
+    def drain(self) -> DrainedStats:
         """Return the deltas of the counters, the new observations and the gauges, and forget the
         first two.
         """
@@ -114,7 +114,9 @@ class Stats:
             counters, self._counters = self._counters, defaultdict(float)
             observations, self._observations = self._observations, defaultdict(list)
             gauges = dict(self._gauges)
-        return Drained(_with_labels(counters), _with_labels(observations), _with_labels(gauges))
+        return DrainedStats(
+            _with_labels(counters), _with_labels(observations), _with_labels(gauges)
+        )
 
 
 def _with_labels(values: Mapping[Any, Any]) -> list[Labelled]:

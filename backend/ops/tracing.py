@@ -16,7 +16,7 @@ from itertools import islice
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from backend.ops.request_trace import Broken, RequestTrace, TracedStep
+from backend.ops.request_trace import ErrorEnding, RequestTrace, TracedStep
 from backend.ops.stats import StepStats
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def spans_of(trace: RequestTrace, tracer: Tracer) -> Iterator[ReadableSpan]:
         yield end(span, end_s)
     if (first := next((step for step in trace.steps if step.emitted), None)) is not None:
         request.add_event("first_token", timestamp=at(first.ended_s))
-    if isinstance(trace.ending, Broken):
+    if isinstance(trace.ending, ErrorEnding):
         request.set_status(Status(StatusCode.ERROR, trace.ending.code))
     yield end(request, trace.ended_s)
 
@@ -172,7 +172,7 @@ def _request_attributes(trace: RequestTrace) -> dict[str, Any]:
     """Return the figures of a whole request; the names with ``gen_ai`` are OpenTelemetry's semantic
     conventions.
     """
-    if isinstance(trace.ending, Broken):
+    if isinstance(trace.ending, ErrorEnding):
         return {**trace.attributes, "error.type": trace.ending.code}
     assert trace.ending is not None
     reason, usage = trace.ending

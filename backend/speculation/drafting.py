@@ -27,7 +27,7 @@ from backend.ops.stats import StepStats
 from backend.sequence import Proposal, Sequence
 from backend.speculation.sleeping import Sleep
 from backend.speculation.step_log import StepLog
-from policy import Drafted, IntArray, Plan, View
+from policy import DraftNodes, IntArray, Plan, View
 from policy.evidence import share_evidence
 
 logger = logging.getLogger(__name__)
@@ -211,7 +211,7 @@ class Drafting:
                     if row.evidence:
                         row.evidence[d] = row_bins[d]
 
-    def nodes(self, sequences: Seq[Sequence], proposals: dict[int, Proposals]) -> Drafted | None:
+    def nodes(self, sequences: Seq[Sequence], proposals: dict[int, Proposals]) -> DraftNodes | None:
         """Return the nodes that could be verified for the rows of a plan; None: there are none."""
         rows = [
             (row, sequence, proposal.first(self._most_nodes or _EVERY_NODE))
@@ -227,7 +227,7 @@ class Drafting:
         row, draft, sampled = columns.repeat(nodes, 0).T
         confidence = np.array([c for _, _, proposal in rows for c in proposal.confidence])
         depth = np.array([n - 1 for _, _, proposal in rows for n in proposal.depths])
-        return Drafted(row, draft, confidence, sampled.astype(np.bool_), depth)
+        return DraftNodes(row, draft, confidence, sampled.astype(np.bool_), depth)
 
     def choose(self, drafted: Proposal | None, nodes: int) -> Proposal | None:
         """Return the proposal's best nodes, at most as many as the target verifies; None: none."""

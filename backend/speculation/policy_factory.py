@@ -18,7 +18,7 @@ from policy import LatencyTable, custom
 from policy.baselines import BASELINES, BaselineSettings
 from policy.guard import Guard
 from policy.loops import compiling
-from policy.replay import Traced
+from policy.replay import TracedPlanner
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def make_policy(
     planner = policy.AdaptivePlanner(names, latency, constants)
     outermost: policy.AnyPolicy = planner
     if file := config.policy.trace_file:
-        outermost = Traced(planner, _TraceFile(Path(file), stats), config.policy.trace_lines)
+        outermost = TracedPlanner(planner, _TraceFile(Path(file), stats), config.policy.trace_lines)
     return Guard(outermost) if config.policy.guard else outermost
 
 

@@ -13,7 +13,7 @@ from backend.ops.stats import StepStats
 from backend.speculation.decision_log import DecisionLog
 from backend.speculation.plan_metrics import PlanMetrics
 from backend.speculation.step_log import StepLog
-from policy import AnyPolicy, Drafted, IntArray, NoSpeculation, Outcome, Plan, View
+from policy import AnyPolicy, DraftNodes, IntArray, NoSpeculation, Outcome, Plan, View
 from policy.guard import GuardVerdict, guard_in
 from policy.wrappers import within
 
@@ -89,7 +89,7 @@ class PolicyRunner:
             self._report_failure("all drafts are asked")
             return True
 
-    def trim(self, view: View, plan: Plan, drafted: Drafted) -> list[int]:
+    def trim(self, view: View, plan: Plan, drafted: DraftNodes) -> list[int]:
         """Return how many of each row's nodes are verified; where the policy fails, as many as were
         planned.
         """

@@ -44,7 +44,7 @@ _TIMES = ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedOutputs:
     """Which optional outputs a request asked for, and whether it gets tokens instead of text. The
     indices are those of one part of a request that has several: a Triton batch, or several texts.
     """
@@ -57,7 +57,7 @@ class Wanted:
     sequence_index: int | None = None
 
 
-Part = tuple[GenerationRequest, Wanted]
+Part = tuple[GenerationRequest, WantedOutputs]
 
 
 def decode(
@@ -89,11 +89,11 @@ def decode(
     return parts
 
 
-def _wanted_outputs(values: dict[str, Any], batch_index: int | None) -> Wanted:
+def _wanted_outputs(values: dict[str, Any], batch_index: int | None) -> WantedOutputs:
     """Take from what was given which outputs it asks for."""
     names = ("num_input_tokens", "num_output_tokens", "perf_metrics")
     flags = {name: bool(values.pop(f"return_{name}", False)) for name in names}
-    return Wanted(tokens="input_lengths" in values, batch_index=batch_index, **flags)
+    return WantedOutputs(tokens="input_lengths" in values, batch_index=batch_index, **flags)
 
 
 def _request(values: dict[str, Any], decoupled: bool) -> GenerationRequest:
@@ -111,7 +111,7 @@ def _request(values: dict[str, Any], decoupled: bool) -> GenerationRequest:
     return request
 
 
-def _several(request: GenerationRequest, wanted: Wanted, sequences: int) -> list[Part]:
+def _several(request: GenerationRequest, wanted: WantedOutputs, sequences: int) -> list[Part]:
     """Return a part for each of several texts to one prompt; their seeds follow one another."""
     seeds = [None if request.seed is None else (request.seed + i) % 2**64 for i in range(sequences)]
     return [
@@ -183,7 +183,7 @@ def decode_command(inputs: Mapping[str, Array]) -> tuple[str, str]:
     return text("command"), text("secret") if "secret" in inputs else ""
 
 
-def encode_chunk(deltas: Seq[Chunk], wanted: Wanted) -> dict[str, Array]:
+def encode_chunk(deltas: Seq[Chunk], wanted: WantedOutputs) -> dict[str, Array]:
     """Return the outputs of one streamed response, which carries one or more deltas (none: of a
     request that was stopped).
     """
@@ -237,7 +237,7 @@ def load_arrays(chunk: Chunk) -> Chunk:
     return structs.replace(chunk, **arrays) if arrays else chunk
 
 
-def encode_final(message: Final, earlier: Seq[Chunk], wanted: Wanted) -> dict[str, Array]:
+def encode_final(message: Final, earlier: Seq[Chunk], wanted: WantedOutputs) -> dict[str, Array]:
     """Return the outputs of a successful last reply; ``earlier`` are the deltas that no response
     has carried yet.
     """

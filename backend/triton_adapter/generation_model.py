@@ -17,7 +17,7 @@ import triton_python_backend_utils as pb_utils
 from backend.ipc.messages import Cancel, Submit
 from backend.limits import PromptLimits
 from backend.request import ErrorCode, RequestError
-from backend.triton_adapter.codec import Part, Wanted, asks_to_stop, check_parameters, decode
+from backend.triton_adapter.codec import Part, WantedOutputs, asks_to_stop, check_parameters, decode
 from backend.triton_adapter.fields import MODELS
 from backend.triton_adapter.link import EngineLink
 from backend.triton_adapter.responder import (
@@ -131,7 +131,7 @@ class TritonPythonModel:
 
     def _refuse(self, sender: Responder, code: ErrorCode, message: str) -> None:
         request_id = next(self._ids)
-        self._senders.open(PendingReply(request_id, sender, Wanted()))
+        self._senders.open(PendingReply(request_id, sender, WantedOutputs()))
         self._senders.fail(request_id, code, message)
 
     def _engine_lost(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from backend.ipc.messages import (
     MAX_FRAME_BYTES,
-    Failed,
+    ErrorReply,
     FrameError,
     Frames,
     FromEngine,
@@ -38,7 +38,7 @@ SEND_LIMIT_S = 5
 class EngineLink:
     """Sends messages from any thread, and never waits for an engine that is down.
 
-    Messages are then kept for the grace period, after which each is answered by ``Failed``.
+    Messages are then kept for the grace period, after which each is answered by ``ErrorReply``.
     ``on_message`` and ``on_lost`` are called on the link's own thread; ``on_lost`` has returned
     before another connection is made. ``greeting`` messages follow the hello on every connection.
     ``info`` is the engine's hello.
@@ -176,7 +176,7 @@ class EngineLink:
         with self._send_lock:
             expired, self._waiting = (self._waiting, []) if self._is_over() else ([], self._waiting)
         for message in expired:
-            self._on_message(Failed(id=message.id, code=ErrorCode.UNAVAILABLE, message=DOWN))
+            self._on_message(ErrorReply(id=message.id, code=ErrorCode.UNAVAILABLE, message=DOWN))
 
     @staticmethod
     def _shut(sock: socket.socket) -> None:

@@ -19,7 +19,7 @@ from backend.ipc.messages import (
     SWITCHES_SUFFIX,
     Admin,
     AdminReply,
-    Failed,
+    ErrorReply,
     IpcMessage,
     StatsUpdate,
     Subscribe,
@@ -93,7 +93,7 @@ class TritonPythonModel:
                 if restarts := self._child.take_restarts():
                     message.counters.append(("spindle_engine_restarts_total", {}, restarts))
                 self._metrics.update(message)
-            elif isinstance(message, Failed):
+            elif isinstance(message, ErrorReply):
                 self._fail(message.id, RequestError(message.code, message.message))
             elif (
                 isinstance(message, AdminReply)

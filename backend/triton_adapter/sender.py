@@ -18,9 +18,15 @@ from functools import partial
 from time import monotonic
 from typing import Any, Protocol
 
-from backend.ipc.messages import Chunk, Failed, Final
+from backend.ipc.messages import Chunk, ErrorReply, Final
 from backend.request import ErrorCode
-from backend.triton_adapter.codec import Array, Wanted, encode_chunk, encode_final, load_arrays
+from backend.triton_adapter.codec import (
+    Array,
+    WantedOutputs,
+    encode_chunk,
+    encode_final,
+    load_arrays,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +66,7 @@ class PendingReply:
 
     id: int
     sender: ResponseSender
-    wanted: Wanted
+    wanted: WantedOutputs
     deadline_s: float = math.inf
     failure: tuple[ErrorCode, str] | None = None
     client_id: str = ""
@@ -79,7 +85,7 @@ class Senders:
         """Take a request over; call it before its messages can arrive."""
         self._shard(reply.id).put(reply)
 
-    def deliver(self, message: Chunk | Failed) -> None:
+    def deliver(self, message: Chunk | ErrorReply) -> None:
         """Pass on a chunk, final or error; one for a request that has had its final reply is
         dropped.
         """
@@ -87,12 +93,12 @@ class Senders:
 
     def fail(self, request_id: int, code: ErrorCode, message: str) -> None:
         """End a request by an error."""
-        self.deliver(Failed(id=request_id, code=code, message=message))
+        self.deliver(ErrorReply(id=request_id, code=code, message=message))
 
     def fail_all(self, code: ErrorCode, message: str) -> None:
         """End every request opened so far by an error."""
         for shard in self._shards:
-            shard.put(_All(Failed(code=code, message=message)))
+            shard.put(_All(ErrorReply(code=code, message=message)))
 
     def stop(self, client_id: str) -> None:
         """End the requests that a client calls so, successfully, with what there is of them."""
@@ -112,7 +118,7 @@ class Senders:
 class _All:
     """The error that ends every open request."""
 
-    message: Failed
+    message: ErrorReply
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +128,7 @@ class _StopByClientId:
     client_id: str
 
 
-Item = PendingReply | Chunk | Failed | _All | _StopByClientId
+Item = PendingReply | Chunk | ErrorReply | _All | _StopByClientId
 
 
 class _Shard:
@@ -184,10 +190,10 @@ class _Shard:
             if (reply := self._open.get(item.id)) is not None:
                 self._give(reply, message)
 
-    def _give(self, reply: PendingReply, message: Chunk | Failed) -> None:
+    def _give(self, reply: PendingReply, message: Chunk | ErrorReply) -> None:
         if reply.failure is not None:
             return
-        if isinstance(message, Failed):
+        if isinstance(message, ErrorReply):
             self._fail(reply, message.code, message.message)
         elif isinstance(message, Final):
             final = message

@@ -15,7 +15,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from msgspec.structs import replace
 
-from backend.ipc.messages import Decode, Decoded, Encode, Encoded, Failed, IpcMessage
+from backend.ipc.messages import Decode, DecodeReply, Encode, EncodeReply, ErrorReply, IpcMessage
 from backend.limits import MOST_ELEMENTS, PromptLimits, check_words
 from backend.request import ErrorCode, RequestError
 from backend.triton_adapter.codec import Array, invalid, meanings
@@ -84,7 +84,7 @@ class TritonPythonModel:
         if responder is None or encode is None:
             return
         try:
-            if isinstance(message, Failed):
+            if isinstance(message, ErrorReply):
                 responder.fail(message.code, message.message)
             else:
                 responder.send(encode(message), final=True)
@@ -131,7 +131,7 @@ def decode_texts(inputs: Mapping[str, Array]) -> tuple[list[dict[str, Any]], Enc
     return rows, Encode(prompts=prompts, add_special_tokens=special, words=words)
 
 
-def encode_ids(rows: Seq[dict[str, Any]], reply: Encoded) -> dict[str, Array]:
+def encode_ids(rows: Seq[dict[str, Any]], reply: EncodeReply) -> dict[str, Array]:
     """Return the outputs of ``preprocessing``. Rows are padded: ids with the pad id, word lists as
     NVIDIA's (ends with -1).
     """
@@ -191,7 +191,7 @@ def decode_tokens(inputs: Mapping[str, Array]) -> tuple[tuple[int, int], Decode]
     return (tokens.shape[0], tokens.shape[1]), Decode(tokens=ids)
 
 
-def encode_texts(shape: tuple[int, int], reply: Decoded) -> dict[str, Array]:
+def encode_texts(shape: tuple[int, int], reply: DecodeReply) -> dict[str, Array]:
     """Return the output of ``postprocessing``."""
     return {"OUTPUT": np.array([text.encode() for text in reply.texts], np.object_).reshape(shape)}
 

@@ -24,7 +24,7 @@ from numpy.random import Generator as Rng
 
 from policy.baselines import Baseline, same_for_all
 from policy.latency import LatencyModel
-from policy.plan import Drafted, FloatArray, IntArray, Outcome, Plan, Policy, View
+from policy.plan import DraftNodes, FloatArray, IntArray, Outcome, Plan, Policy, View
 from policy.trim import Calibration
 
 
@@ -61,7 +61,9 @@ class AdaptiveVerification(Policy[VerificationState]):
     ) -> tuple[Plan, VerificationState]:
         return same_for_all(view, self.draft, self.length), state
 
-    def trim(self, view: View, plan: Plan, drafted: Drafted, state: VerificationState) -> IntArray:
+    def trim(
+        self, view: View, plan: Plan, drafted: DraftNodes, state: VerificationState
+    ) -> IntArray:
         rows = len(view)
         likely = state.calibration.probability(drafted.draft, drafted.sampled, drafted.confidence)
         best = (-likely).argsort(kind="stable")

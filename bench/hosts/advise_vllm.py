@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 
 from backend.advise.advice import advise
-from backend.advise.campaign import CampaignSettings, Probed, Started
+from backend.advise.campaign import CampaignSettings, ProbedServer, StartedServers
 from backend.advise.goodput import PLAIN, Goodput, LoadRange
 from backend.advise.load import Cell, Client
 from backend.advise.servers import running
 from backend.advise.times import StepLoad
-from backend.advise.verify import Advised, Proof, measure_arm
+from backend.advise.verify import AdviceFile, Proof, measure_arm
 from bench import records
 from engines_build import vllm_wheel
 from policy.simulation.statistics import abba
@@ -118,7 +118,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def prove(
-    native: Started,
+    native: StartedServers,
     plain: Client,
     table: list[LoadRange],  # the best one with a draft, also where none is advised
     blocks: int,
@@ -127,7 +127,7 @@ def prove(
 ) -> dict[str, Any]:
     """Run plain, before and after in turn, until the deadline at most; returns both proofs."""
     native.settings.blocks = 1
-    advised = Advised(table, True, NOW, dict(native.spec), "vllm")
+    advised = AdviceFile(table, True, NOW, dict(native.spec), "vllm")
     arms, clients = advised.arms(), {"plain": plain}
     for name in ("before", "after"):
         clients[name] = stack.enter_context(native.serve(arms[name], LONGEST))
@@ -183,7 +183,7 @@ def main() -> None:
         server = stack.enter_context(running(command, probe, Client, 120))
         plain = stack.enter_context(running(command, ["--no-async-scheduling"], Client, 120))
         say(f"started after {time.monotonic() - started_s:.0f} s")
-        probed = Probed(settings, say, server=server, plain=plain)
+        probed = ProbedServer(settings, say, server=server, plain=plain)
         probed.measure([PLAIN, *range(LONGEST + 1)], LONGEST)
         cells = probed.cells
         say(f"measured after {time.monotonic() - started_s:.0f} s")
@@ -206,7 +206,7 @@ def main() -> None:
         if options.proof_blocks:
             deadline_s = started_s + options.limit_s
             advised = advices["cpu"].table_if_speculating
-            native = Started(settings, say, engine="vllm", command=command, spec=spec)
+            native = StartedServers(settings, say, engine="vllm", command=command, spec=spec)
             record |= prove(native, plain, advised, options.proof_blocks, deadline_s, stack)
         record["wall_s"] = round(time.monotonic() - started_s, 1)
     records.write(options.out, record)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from backend.hosts.adapter import Host, HostRow, Verified
+from backend.hosts.adapter import Host, HostRow, VerifiedRow
 from backend.hosts.settings import TARGET, host_config
 from backend.ops.stats import Stats
 from bench import records
@@ -40,13 +40,13 @@ class ScriptedRequest:
             tokens[start : start + 8] = tokens[source : source + 8]
         self.tokens: list[int] = tokens
 
-    def step(self, proposed: list[int]) -> Verified:
+    def step(self, proposed: list[int]) -> VerifiedRow:
         """Follow a proposal as far as the text matches it, and write one more token."""
         rest, accepted = self.tokens[self.length :], 0
         while accepted < min(len(proposed), len(rest) - 1) and proposed[accepted] == rest[accepted]:
             accepted += 1
         self.length += accepted + 1
-        return Verified(self.number, proposed, self.tokens[: self.length])
+        return VerifiedRow(self.number, proposed, self.tokens[: self.length])
 
 
 def measure(rows: int, step_s: float, drafts: list[dict[str, Any]], seed: int) -> dict[str, Any]:

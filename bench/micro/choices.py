@@ -16,7 +16,7 @@ from policy.planner import AdaptivePlanner
 from policy.problem import Choice, Score, batch_of, contiguous
 
 
-class Priced(NamedTuple):
+class PricedChoice(NamedTuple):
     """A choice with its score, and what it was made at, both in tokens per second."""
 
     choice: Choice
@@ -51,12 +51,12 @@ def step_problem(
 
 def best(
     problem: StepProblem, *, tokens: float = 0.0, waiting: float = 1.0, prefill_s: float = 0.0
-) -> Priced:
+) -> PricedChoice:
     """Return the best choice at the price of time (``policy.loops.search.best_priced``)."""
     draft, length = np.empty((2, problem.rows), np.int64)
     priced = search.best_priced(contiguous(problem), tokens, waiting, prefill_s, draft, length)
     price, goodput, *result = priced
-    return Priced(Choice(draft, length), Score(*result), price, goodput)
+    return PricedChoice(Choice(draft, length), Score(*result), price, goodput)
 
 
 def best_choice(problem: StepProblem, price: float) -> tuple[Choice, Score]:

@@ -80,7 +80,7 @@ class TargetAnswer:
 
 
 @dataclass(slots=True)
-class Found:
+class AnswerProposals:
     """One draft's proposals along one answer, by place (None: nothing)."""
 
     proposals: list[Proposal | None]
@@ -141,10 +141,10 @@ def poll(engine: Engine, number: int) -> list[Completion]:
     return completions
 
 
-def propose_everywhere(draft: Engine, batch: list[TargetAnswer]) -> list[Found]:
+def propose_everywhere(draft: Engine, batch: list[TargetAnswer]) -> list[AnswerProposals]:
     """Have a draft propose at every place of the answers, all of them in one batch."""
     room = -(-(max(len(answer.tokens) for answer in batch) + PLACES + 1) // BLOCK_TOKENS)
-    proposals = [Found([None], answer.tokens[answer.prompt_tokens :]) for answer in batch]
+    proposals = [AnswerProposals([None], answer.tokens[answer.prompt_tokens :]) for answer in batch]
     ids = [next(_IDS) for _ in batch]
     for place in range(1, max(len(one.tokens) for one in proposals)):
         turns = []
@@ -165,7 +165,7 @@ def propose_everywhere(draft: Engine, batch: list[TargetAnswer]) -> list[Found]:
     return proposals
 
 
-def figures(proposals: list[Found], seed: int) -> dict[str, Any]:
+def figures(proposals: list[AnswerProposals], seed: int) -> dict[str, Any]:
     """Return a draft's figures along the answers."""
     alive, matched = np.zeros(PLACES, int), np.zeros(PLACES, int)
     claims: list[tuple[float, bool]] = []

@@ -12,7 +12,7 @@ import numpy as np
 
 from bench.baselines import compared_baselines
 from policy.baselines import Baseline
-from policy.plan import Drafted, IntArray, Outcome, Plan, View
+from policy.plan import DraftNodes, IntArray, Outcome, Plan, View
 from policy.planner import AdaptivePlanner, PlannerConfig, PlannerState
 from policy.simulation.arms import arm_of
 from policy.simulation.deployment import Deployment
@@ -33,7 +33,7 @@ _TUNED_LENGTHS = (2, 3, 5)
 _STANDING_HZ = 1e-3
 
 
-class _Timed(AdaptivePlanner):
+class _TimedPlanner(AdaptivePlanner):
     """The adaptive planner, and the CPU seconds that each of its plans took with what it learnt."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -48,7 +48,7 @@ class _Timed(AdaptivePlanner):
         self.took_s.append(thread_time() - began)
         return planned
 
-    def trim(self, view: View, plan: Plan, drafted: Drafted, state: PlannerState) -> IntArray:
+    def trim(self, view: View, plan: Plan, drafted: DraftNodes, state: PlannerState) -> IntArray:
         began = thread_time()
         nodes = super().trim(view, plan, drafted, state)
         self.took_s[-1] += thread_time() - began
@@ -71,7 +71,7 @@ def planning_cost(deployment: Deployment, mix: Mix) -> tuple[tuple[int, float], 
             requests = backlog(max(4, 2 * rows))
             workload = draw(mix, deployment.drafts, requests, 0, deployment.k_max, 1.0, drift)
             config = PlannerConfig(k_max=deployment.k_max, catchup_scored=True)
-            policy = _Timed(deployment.drafts, deployment.latency, config)
+            policy = _TimedPlanner(deployment.drafts, deployment.latency, config)
             simulate_closed(deployment, workload, policy, 0, rows)
             costs.append((rows, float(np.median(policy.took_s))))
     return tuple(costs)

@@ -126,7 +126,7 @@ class Lasting(Policy[Any]):
         return self._policy.drift(state)
 
 
-class Simulated(NamedTuple):
+class SimulatedBlock(NamedTuple):
     """A block as simulated: latencies of its requests in seconds, steps, and the seconds that they
     took.
     """
@@ -187,7 +187,7 @@ class Simulation:
         name: str,
         constants: MeasuredTimes,
         draw: int,
-    ) -> Simulated:
+    ) -> SimulatedBlock:
         """Serve a block's requests."""
         deployment = self._deployment(name, constants)
         measured = self.runs[(*key, name)]["replies"]
@@ -199,7 +199,7 @@ class Simulation:
         else:
             run = simulate(deployment, workload, lambda: policy, draw)
         latency_s = run.latency_s + constants.way_s * (not is_closed(load))
-        return Simulated(
+        return SimulatedBlock(
             latency_s.tolist(), len(run.steps), sum(step.seconds for step in run.steps)
         )
 
@@ -440,7 +440,7 @@ def _row(
     if not any(numbers):
         return {}
     workload, load = point
-    predicted: list[Simulated] = []
+    predicted: list[SimulatedBlock] = []
     for draw in range(DRAWS):
         policy = simulation.policy(name)
         simulations = [

@@ -22,8 +22,8 @@ from bench.traces.replay import (
     LOOKUP_TOKENS,
     MEASURED,
     HindsightPolicy,
-    Ran,
     ReplayOptions,
+    ReplayRun,
     made_up,
     run,
 )
@@ -79,7 +79,7 @@ class TraceLoad:
     scores: Scores = field(default_factory=dict)
     """Known scores of arms."""
 
-    def run(self, arm: TraceArm) -> Ran:
+    def run(self, arm: TraceArm) -> ReplayRun:
         """Run an arm over the requests."""
         return run(self.world, self.order, self.in_flight, arm.policy, self.costs, arm.options)
 
@@ -136,7 +136,7 @@ class Longest(HindsightPolicy):
         return Plan.within(view, draft, accepted[np.arange(len(view)), draft])
 
 
-class Untrimmed(AdaptivePlanner):
+class UntrimmedPlanner(AdaptivePlanner):
     """The planner whose plans are verified as they are."""
 
     def trim(self, view: View, plan: Plan, *_: Any) -> IntArray:
@@ -259,7 +259,7 @@ def untuned_arms(costs: Costs, claims: dict[float, FloatArray]) -> dict[str, Tra
         PLANNER: planner(planning=MEASURED),
         "planner-free": planner(),
         "planner-without-evidence": planner(evidence=False),
-        "planner-without-trim": planner(kind=Untrimmed),
+        "planner-without-trim": planner(kind=UntrimmedPlanner),
         "planner-eagle-alone": planner((EAGLE,)),
         "oracle-eagle": TraceArm(Longest(), _HEAD_ALONE, key="oracle-eagle"),
         "oracle": TraceArm(Longest(), _BOTH, key="oracle"),

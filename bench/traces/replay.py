@@ -22,7 +22,7 @@ from policy.evidence import share_evidence
 from policy.plan import (
     NO_DRAFT,
     AnyPolicy,
-    Drafted,
+    DraftNodes,
     FloatArray,
     FreeChains,
     IntArray,
@@ -90,7 +90,7 @@ class ReplayOptions:
 
 
 @dataclass
-class Ran:
+class ReplayRun:
     """A run's record, by step."""
 
     seconds: list[float] = field(default_factory=list)
@@ -140,7 +140,7 @@ def run(
     costs: Costs,
     options: ReplayOptions | None = None,
     state: Any = None,
-) -> Ran:
+) -> ReplayRun:
     """Run requests, in order, until a slot stays empty. ``state`` is the policy's to begin with;
     None: what it starts with.
     """
@@ -181,7 +181,7 @@ class _Replay:
         state: Any,
     ) -> None:
         self._world, self._policy, self._costs, self._options = world, policy, costs, options
-        self.ran = Ran(state=policy.start() if state is None else state)
+        self.ran = ReplayRun(state=policy.start() if state is None else state)
         self._queue, self._next_id, self._now = order.tolist()[::-1], 1, 0.0
         self._rng = np.random.default_rng(options.seed)
         self._request, self._id, self._position, self._cached = np.zeros((4, in_flight), np.int64)
@@ -285,7 +285,7 @@ class _Replay:
             return length, 0.0
         row = self._rows.repeat(length)
         paths = claims[self._depth < length[:, None]].astype(np.float64)
-        drafted = Drafted(row, plan.draft[row], paths, np.zeros(len(row), np.bool_))
+        drafted = DraftNodes(row, plan.draft[row], paths, np.zeros(len(row), np.bool_))
         began_s = thread_time()
         nodes = self._policy.trim(view, plan, drafted, self.ran.state)
         return np.minimum(nodes, length), thread_time() - began_s

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engines_build.distill.corpora import LICENCES
-from engines_build.distill.forms import Built
+from engines_build.distill.forms import HeadSizes
 from engines_build.distill.generate import (
     MAX_NEW_TOKENS,
     MAX_PROMPT_TOKENS,
@@ -41,7 +41,9 @@ def command_line(args: argparse.Namespace) -> str:
     )
 
 
-def head_card(args: argparse.Namespace, head: Built, report: dict[str, Any], command: str) -> str:
+def head_card(
+    args: argparse.Namespace, head: HeadSizes, report: dict[str, Any], command: str
+) -> str:
     """Write a head's README.md."""
     line = report["training"]
     columns = [f"accepted_{place}" for place in range(1, 5)]

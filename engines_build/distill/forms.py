@@ -23,7 +23,7 @@ from engines_build.distill.train import choose_shortlist
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class HeadSizes:
     """The card's text about a network."""
 
     layers: tuple[int, ...]
@@ -52,7 +52,7 @@ class Form(Protocol):
         """Finish the weights after training, as they will be stored."""
         ...
 
-    def export(self) -> Built:
+    def export(self) -> HeadSizes:
         """Write the folder."""
         ...
 
@@ -82,11 +82,11 @@ class RecurrentForm:
             _mix_in(load_network(self._args.start)[0], self._args.start_share, self._network)
         self._network.bfloat16().float()
 
-    def export(self) -> Built:
+    def export(self) -> HeadSizes:
         """Write the folder (``Form``)."""
         export_head(self._network, self._shortlist, self._args.target, self._args.out)
         config = self._network.config
-        return Built(config.layers, config.hidden_size, config.intermediate_size, config.rows)
+        return HeadSizes(config.layers, config.hidden_size, config.intermediate_size, config.rows)
 
 
 class EagleForm:
@@ -123,11 +123,11 @@ class EagleForm:
         """Finish the weights (``Form``)."""
         self._network.half().float()
 
-    def export(self) -> Built:
+    def export(self) -> HeadSizes:
         """Write the folder (``Form``)."""
         export_eagle(self._network, self._rows, self._args.out, names_layers=bool(self._taps))
         shape = self._network.shape
-        return Built(
+        return HeadSizes(
             shape.layers, shape.hidden_size, shape.intermediate_size, shape.draft_vocab_size
         )
 

@@ -15,7 +15,7 @@ from .arrays import Floats, Ints
 from .compiling import FLOATS, INTS, entry, helper, record
 from .problem import STEP_PROBLEM, TIE, StepProblem, last_total, limit_s
 from .times import FIRST_DRAFT, VERIFY, Times
-from .trim import BINS, BOUNDS, COUNTS, KIND_EDGES, KINDS, PROPOSED, Counts, Proposed
+from .trim import BINS, BOUNDS, COUNTS, KIND_EDGES, KINDS, PROPOSED, Counts, ProposedNodes
 
 _MEMORY_ROWS = 2000.0  # proposals of a column after which a count fades to 1/e
 _PRIOR_ROWS = 4.0  # proposals without nodes that are taken as seen of each kind
@@ -58,7 +58,7 @@ def _bin_of(confidence: float) -> int:
 
 
 @entry(SUPPLY, PROPOSED, INTS[1])
-def learn_supply(supply: Supply, proposed: Proposed, places: Ints) -> None:
+def learn_supply(supply: Supply, proposed: ProposedNodes, places: Ints) -> None:
     """Count nodes, in place; ``places[n]`` are how many each row was to propose for, 0: unknown,
     and it teaches nothing.
     """

@@ -52,7 +52,7 @@ _FIRST_STEPS = 2.0  # steps of credit to begin with: nothing is known yet
 _IDLE_SHARES = 5.0  # of a step without speculation, where only a trial can show that it pays
 
 
-class Chosen(NamedTuple):
+class StepChoice(NamedTuple):
     """The choice for a batch, its drafts and lengths apart."""
 
     price: float
@@ -195,7 +195,7 @@ def choose(
     draft: Ints,  # [N]
     length: Ints,  # [N]
 ) -> tuple[float, float, float, float, float, float, float, int, int]:
-    """Choose for a batch, into ``draft, length`` in the view's order. Returns ``Chosen``."""
+    """Choose for a batch, into ``draft, length`` in the view's order. Returns ``StepChoice``."""
     b, m = batch, mode
     draft[:] = -1
     length[:] = 0

@@ -29,8 +29,8 @@ _MEMORY_NODES = 20_000.0  # memory of a column, greedy or sampled: a few thousan
 _REST_KEEP = 0.98  # of a draft's nodes that a step without it leaves, or it might stay unused
 
 
-class Proposed(NamedTuple):
-    """The nodes of a batch (``policy.plan.Drafted``)."""
+class ProposedNodes(NamedTuple):
+    """The nodes of a batch (``policy.plan.DraftNodes``)."""
 
     row: Ints  # [q]
     column: Ints
@@ -43,7 +43,7 @@ class Proposed(NamedTuple):
     """[q] how likely the first token of its row's proposal was thought to be accepted."""
 
 
-PROPOSED = record(Proposed, INTS[1], INTS[1], INTS[1], FLOATS[1], BOOLS[1], FLOATS[1])
+PROPOSED = record(ProposedNodes, INTS[1], INTS[1], INTS[1], FLOATS[1], BOOLS[1], FLOATS[1])
 
 
 class Counts(NamedTuple):
@@ -135,7 +135,7 @@ def take_best(row: Ints, worth: Floats, pass_s: Floats, price: float, nodes: Int
 
 
 @entry(TIMES, COUNTS, PASS, PROPOSED, INTS[1])
-def trim(times: Times, counts: Counts, step: Pass, proposed: Proposed, nodes: Ints) -> None:
+def trim(times: Times, counts: Counts, step: Pass, proposed: ProposedNodes, nodes: Ints) -> None:
     """Count into ``nodes[n]`` how many nodes of each row are verified. A confidence is worth what
     the line of its column through ``accepted_at`` at ``knots`` says.
     """
@@ -163,7 +163,7 @@ def trim(times: Times, counts: Counts, step: Pass, proposed: Proposed, nodes: In
 
 
 @entry(COUNTS, PROPOSED, FLOATS[1])
-def calibrate(counts: Counts, proposed: Proposed, likely: Floats) -> None:
+def calibrate(counts: Counts, proposed: ProposedNodes, likely: Floats) -> None:
     """Compute how likely the target draws the path to each node, ``likely[q]``."""
     k, p = counts, proposed
     for q in range(len(p.row)):
@@ -176,7 +176,7 @@ def calibrate(counts: Counts, proposed: Proposed, likely: Floats) -> None:
 @entry(COUNTS, PROPOSED, BOOLS[1], BOOLS[2], INTS[0])
 def learn_nodes(
     counts: Counts,
-    proposed: Proposed,
+    proposed: ProposedNodes,
     accepted: Bools,  # [q]
     present: Bools,  # [C, 2]
     steps: int,

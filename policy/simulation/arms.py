@@ -18,7 +18,7 @@ from policy.latency import LatencyModel
 from policy.loops.acceptance import Chains
 from policy.plan import (
     AnyPolicy,
-    Drafted,
+    DraftNodes,
     FloatArray,
     FreeChains,
     IntArray,
@@ -38,7 +38,7 @@ Truth = Callable[[IntArray, float], FloatArray]
 """The true hazards [n, drafts, positions] of requests at a time."""
 
 
-class _Known(AcceptanceModel):
+class _KnownAcceptance(AcceptanceModel):
     """An estimator that knows the truth, and learns nothing."""
 
     def __init__(self, truth: Truth, drafts: int, k_max: int) -> None:
@@ -83,7 +83,7 @@ class OraclePlanner(AdaptivePlanner):
         config: PlannerConfig,
     ) -> None:
         config = replace(config, explore_share=0.0)
-        truth_estimator = _Known(truth, len(drafts), config.k_max)
+        truth_estimator = _KnownAcceptance(truth, len(drafts), config.k_max)
         super().__init__(drafts, latency, config, estimator=truth_estimator)
 
 
@@ -94,7 +94,7 @@ class _Lacking(AdaptivePlanner):
         super().__init__(*arguments)
         self._lacks, self._free = lacks, np.array(deployment.free)
 
-    def trim(self, view: View, plan: Plan, drafted: Drafted, state: PlannerState) -> IntArray:
+    def trim(self, view: View, plan: Plan, drafted: DraftNodes, state: PlannerState) -> IntArray:
         if self._lacks == "trim":
             return plan.length
         return super().trim(view, plan, drafted, state)

@@ -13,7 +13,7 @@ import numpy as np
 
 from policy.plan import (
     AnyPolicy,
-    Drafted,
+    DraftNodes,
     FloatArray,
     FreeChains,
     IntArray,
@@ -287,7 +287,7 @@ class SimulatedReplica:
         claims[drafting] = paths
         row = drafting.repeat(length)
         of = np.arange(paths.shape[1]) < length[:, None]
-        drafted = Drafted(row, plan.draft[row], paths[of], np.zeros(len(row), np.bool_))
+        drafted = DraftNodes(row, plan.draft[row], paths[of], np.zeros(len(row), np.bool_))
         nodes = self._policy.trim(view, plan, drafted, self._state)
         return np.minimum(nodes, plan.length), claims
 

@@ -29,7 +29,7 @@ from backend.request import GenerationRequest, SamplingParams
 from backend.sequence import BLOCK_TOKENS, ROOT, Proposal, Sequence
 from backend.speculation.cycle import Cycle, DecodeStep
 from backend.speculation.drafting import Drafting, Proposals
-from policy import NO_DRAFT, Drafted, Outcome, Plan, Policy, View
+from policy import NO_DRAFT, DraftNodes, Outcome, Plan, Policy, View
 from policy.plan import IntArray
 from tests.fakes.clients import NoText, SureSink
 from tests.fakes.llamas import llama, torch_engine
@@ -114,7 +114,7 @@ class Scripted(Policy[int]):
         chosen = [self.script[(state + row) % len(self.script)] for row in range(len(view))]
         return Plan.within(view, *np.array(chosen, np.int64).reshape(-1, 2).T), state + 1
 
-    def trim(self, view: View, plan: Plan, drafted: Drafted, state: int) -> IntArray:
+    def trim(self, view: View, plan: Plan, drafted: DraftNodes, state: int) -> IntArray:
         nodes = [self.trims[(state + n) % len(self.trims)] for n in range(len(view))]
         for row in set(drafted.row.tolist()):
             self.trimmed[int(view.request[row]), int(view.context[row])] = nodes[row]

@@ -56,6 +56,11 @@ def functions(source: str) -> list[str]:
     ]
 
 
+def classes(source: str) -> list[str]:
+    """Return the names of a module's classes."""
+    return [node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
+
+
 def fields(source: str) -> list[str]:
     """Return the names of the fields of a module's classes."""
     nodes = [*ast.walk(ast.parse(source))]
@@ -87,11 +92,15 @@ def variables(source: str) -> list[str]:
 
 
 def named_by_participles(path: Path) -> set[str]:
-    """Return what a module names by one bare participle: functions, fields and variables."""
+    """Return what a module names by one bare participle: classes, functions, fields and
+    variables.
+    """
     source, place = path.read_text("utf-8"), path.relative_to(ROOT).as_posix()
     bare = [*functions(source), *fields(source), *variables(source)]
     names = {name for name in bare if BARE.fullmatch(name.strip("_"))}
     names |= {name for name in functions(source) if REGULAR.fullmatch(name.strip("_"))}
+    participle = re.compile(f"{BARE.pattern}|{REGULAR.pattern}|ran", re.IGNORECASE)
+    names |= {name for name in classes(source) if participle.fullmatch(name.strip("_"))}
     return {f"{place}:{name}" for name in names} - OPTIONS
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from backend.core.extras import Gathered
+from backend.core.extras import GatheredOutputs
 from backend.core.session import Delta
 from backend.ops.stats import Usage
 from backend.request import ErrorCode, FinishReason
@@ -68,7 +68,7 @@ class Sink:
         return self.deltas[-1].log_probs
 
     @property
-    def extras(self) -> Gathered | None:
+    def extras(self) -> GatheredOutputs | None:
         """The extras of the last reply."""
         return self.deltas[-1].extras
 

@@ -18,7 +18,7 @@ from backend.advise.cli import main
 from backend.advise.goodput import LoadRange, length_at
 from backend.advise.load import Client
 from backend.advise.scrape import parse
-from backend.advise.verify import Advised, Proof
+from backend.advise.verify import AdviceFile, Proof
 from tests.fakes.speculating import Machine, Serving, linear, requests, useless
 from tests.fakes.waiting import wait_until
 
@@ -225,7 +225,7 @@ def test_servers_in_use_are_only_read(virtual, capsys):
 def proof(after, before, plain_speed=(100.0,) * 5, drafted=(3.0, 0.0)):
     """Return a proof of these speeds at 1 in flight, and half of them at 16."""
     table = [LoadRange(1, 8, 3), LoadRange(9, 64, 0)]
-    made = Proof(Advised(table, True, 5, {}, "vllm"))
+    made = Proof(AdviceFile(table, True, 5, {}, "vllm"))
     for name, speeds in {"after": after, "before": before, "plain": plain_speed}.items():
         made.speeds[name, 1] = list(speeds)
         made.speeds[name, 16] = [speed / 2 for speed in speeds]
@@ -345,7 +345,7 @@ def test_a_fallen_counter_stops_a_cell(virtual, log, capsys):
 
 
 def test_an_advice_of_no_speculation_compares_the_plain_server():
-    advised = Advised([LoadRange(1, 64, 0)], False, 5, {}, "vllm")
+    advised = AdviceFile([LoadRange(1, 64, 0)], False, 5, {}, "vllm")
     assert {*advised.arms()} == {"plain", "before"}
     assert Proof(advised).after == "plain"
 
@@ -360,4 +360,4 @@ def test_no_speculation_is_advised_over_http(virtual, log, capsys):
 def test_a_wrong_advice_file_is_named(tmp_path):
     (tmp_path / "a.json").write_text("{}")
     with pytest.raises(AdviceError, match="is not advice"):
-        Advised.read(tmp_path / "a.json")
+        AdviceFile.read(tmp_path / "a.json")

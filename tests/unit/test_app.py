@@ -21,7 +21,7 @@ from policy import (
     NoSpeculation,
 )
 from policy.baselines import AcceptanceEma, BatchSchedule, SmartSpec
-from policy.custom import Guarded
+from policy.custom import CheckedPolicy
 from policy.guard import Guard
 from policy.replay import replay, same
 from tests.fakes.apps import FAKE, ask, fake_app, finish, submit
@@ -244,7 +244,7 @@ def test_max_tokens_may_be_lowered_to_what_fits(prompt_tokens, max_tokens, limit
         ),
         ({"kind": "ema", "draft": "d0"}, AcceptanceEma),
         ({"kind": "smartspec", "draft": "d0"}, SmartSpec),
-        ({"kind": "bench.baselines.spin.SpinSelection", "options": {"length": 2}}, Guarded),
+        ({"kind": "bench.baselines.spin.SpinSelection", "options": {"length": 2}}, CheckedPolicy),
     ],
 )
 def test_the_configured_policy_is_built_and_serves(settings, kind):

@@ -11,7 +11,7 @@ from backend.request import ErrorCode, FinishReason, GenerationRequest, RequestE
 from backend.triton_adapter import codec
 from backend.triton_adapter.codec import (
     MOST_PARAMETERS,
-    Wanted,
+    WantedOutputs,
     check_parameters,
     decode_command,
     encode_chunk,
@@ -73,7 +73,7 @@ def tensors(**values):
 
 
 def test_only_the_required_inputs_leave_every_option_unset():
-    assert decode(tensors()) == (GenerationRequest("hi", 4), Wanted())
+    assert decode(tensors()) == (GenerationRequest("hi", 4), WantedOutputs())
 
 
 def test_every_input_arrives_in_the_request():
@@ -139,7 +139,9 @@ def test_every_input_arrives_in_the_request():
     assert request == GenerationRequest(
         "hi", 4, **values, **flags, **{name: tuple(items) for name, items in lists.items()}
     )
-    assert wanted == Wanted(num_input_tokens=True, num_output_tokens=False, perf_metrics=True)
+    assert wanted == WantedOutputs(
+        num_input_tokens=True, num_output_tokens=False, perf_metrics=True
+    )
     assert sent(request) == request
 
 
@@ -341,7 +343,7 @@ def test_a_request_of_token_ids_arrives_as_such():
     assert request == GenerationRequest(
         "", 4, input_ids=(5, 6), top_k=3, top_p=0.5, stream=True, **words
     )
-    assert wanted == Wanted(tokens=True)
+    assert wanted == WantedOutputs(tokens=True)
     assert sent(request) == request
 
 
@@ -387,7 +389,7 @@ def test_tokens_come_as_one_beam_with_their_number():
     outputs = encode_final(
         final,
         [Chunk(tokens=[7, 8], log_probs=[-1.0, -1.0], cum_log_prob=-2.0)],
-        Wanted(tokens=True),
+        WantedOutputs(tokens=True),
     )
     assert lists(outputs)["output_ids"] == [[[7, 8, 9]]]
     assert lists(outputs)["sequence_length"] == [[3]]
@@ -451,7 +453,7 @@ def lists(outputs):
 
 
 def test_a_response_carries_the_text_of_its_deltas():
-    assert lists(encode_chunk([Chunk(text="ü"), Chunk(text="👋")], Wanted())) == {
+    assert lists(encode_chunk([Chunk(text="ü"), Chunk(text="👋")], WantedOutputs())) == {
         "text_output": [["ü👋".encode()]]
     }
 
@@ -461,7 +463,7 @@ def test_log_probabilities_of_all_deltas_come_as_one_beam_and_the_sum_is_the_lat
         Chunk(text="a", log_probs=[-0.5, -1.0], cum_log_prob=-1.5),
         Chunk(text="b", log_probs=[-0.25], cum_log_prob=-1.75),
     ]
-    outputs = encode_chunk(deltas, Wanted())
+    outputs = encode_chunk(deltas, WantedOutputs())
     assert (outputs["output_log_probs"].dtype, outputs["cum_log_probs"].dtype) == (
         np.float32,
         np.float32,
@@ -472,7 +474,7 @@ def test_log_probabilities_of_all_deltas_come_as_one_beam_and_the_sum_is_the_lat
         "cum_log_probs": [[-1.75]],
     }
     last = Final(**FINAL, text="c", log_probs=[-2.0], cum_log_prob=-3.75)
-    final = lists(encode_final(last, deltas, Wanted()))
+    final = lists(encode_final(last, deltas, WantedOutputs()))
     assert (final["text_output"], final["cum_log_probs"]) == ([[b"abc"]], [[-3.75]])
     assert final["output_log_probs"] == [[[-0.5, -1.0, -0.25, -2.0]]]
 
@@ -495,7 +497,9 @@ def test_the_last_reply_has_what_was_asked_for_in_the_declared_types(tmp_path):
     )
     message = load_arrays(final)
     assert not list(tmp_path.iterdir())
-    outputs = encode_final(message, [], Wanted(True, True, True, batch_index=2, sequence_index=1))
+    outputs = encode_final(
+        message, [], WantedOutputs(True, True, True, batch_index=2, sequence_index=1)
+    )
     assert {name: array.dtype for name, array in outputs.items()} == {
         f.name: np.dtype(NUMPY_TYPES[f.dtype]) for f in SERVED
     }
@@ -533,13 +537,15 @@ def test_the_last_reply_has_what_was_asked_for_in_the_declared_types(tmp_path):
         **{name: [value] for name, value in (TIMES | BLOCKS).items()},
     }
     least = {"text_output", "finish_reason"}
-    assert set(encode_final(Final(**FINAL, text="end"), [], Wanted())) == {*least, "seed"}
-    assert set(encode_final(Final(**FINAL | {"seed": None}), [], Wanted())) == least  # greedy
+    assert set(encode_final(Final(**FINAL, text="end"), [], WantedOutputs())) == {*least, "seed"}
+    assert (
+        set(encode_final(Final(**FINAL | {"seed": None}), [], WantedOutputs())) == least
+    )  # greedy
 
 
 def test_no_draft_tokens_mean_an_acceptance_rate_of_zero():
     none = {"draft_tokens": 0, "accepted_draft_tokens": 0, "drafts": [], "verified_steps": []}
-    outputs = encode_final(Final(**FINAL | none), [], Wanted(perf_metrics=True))
+    outputs = encode_final(Final(**FINAL | none), [], WantedOutputs(perf_metrics=True))
     assert outputs["acceptance_rate"].tolist() == [[0.0]]
     assert outputs["acceptance_histogram"].tolist() == [[0] * 5]
     assert not {"draft_names", "per_step_drafted", "per_step_accepted"} & set(outputs)

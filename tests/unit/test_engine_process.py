@@ -17,7 +17,7 @@ from backend.ipc.messages import (
     AdminReply,
     Cancel,
     Chunk,
-    Failed,
+    ErrorReply,
     Final,
     Frames,
     FromEngine,
@@ -141,7 +141,7 @@ def test_a_cancelled_request_gets_one_error_and_a_closed_connection_frees_its_re
     client.submit(1, "abc", 400, stream=True)
     client.until(Chunk)
     client.send(Cancel(id=1))
-    assert client.until(Failed, Final).code is ErrorCode.CANCELLED
+    assert client.until(ErrorReply, Final).code is ErrorCode.CANCELLED
     other.submit(1, "abc", 400, stream=True)
     other.until(Chunk)
     other.sock.close()
@@ -163,7 +163,7 @@ def test_a_request_that_cannot_be_served_learns_why(start, request_body, words):
     _, path = start()
     client = Client(path)
     client.send(Submit(id=1, request=GenerationRequest(**request_body)))
-    error = client.until(Failed, Final)
+    error = client.until(ErrorReply, Final)
     assert error.code is ErrorCode.INVALID_ARGUMENT
     assert words in error.message
 
@@ -200,9 +200,9 @@ def test_sigterm_answers_what_is_in_flight_and_refuses_what_is_new(start):
     client.submit(2, "def")
     replies = {
         message.id: type(message)
-        for message in (client.until(Final, Failed), client.until(Final, Failed))
+        for message in (client.until(Final, ErrorReply), client.until(Final, ErrorReply))
     }
-    assert replies == {1: Final, 2: Failed}
+    assert replies == {1: Final, 2: ErrorReply}
     assert process.wait(10) == 0
     assert not path.exists()
 
@@ -224,7 +224,7 @@ def test_a_drain_refuses_what_is_new_and_ends_what_outlasts_it(start):
     while watcher.ask("health")["status"] == "ok":
         pass
     client.submit(3, "ghi")
-    endings = {ending.id: ending for ending in (client.until(Final, Failed) for _ in range(3))}
+    endings = {ending.id: ending for ending in (client.until(Final, ErrorReply) for _ in range(3))}
     assert type(endings[2]) is Final
     for number in (1, 3):
         assert endings[number].code is ErrorCode.UNAVAILABLE
@@ -246,7 +246,7 @@ def test_a_second_drain_ends_what_runs_at_once(start):
         pass
     assert watcher.ask("health")["active"] == 1
     process.send_signal(signal.SIGUSR1)
-    ending = client.until(Final, Failed)
+    ending = client.until(Final, ErrorReply)
     assert (ending.id, ending.code) == (1, ErrorCode.UNAVAILABLE)
     assert watcher.ask("health")["unanswered"] == 0
     process.send_signal(signal.SIGTERM)

@@ -20,7 +20,7 @@ from policy import FixedLength, SwitchedPolicy, Switches, View
 from policy.guard import Guard, Memory, guard_in
 from policy.levels import NONE, PLANNED, Bucket
 from policy.paired import Comparison
-from policy.wrappers import Wrapped
+from policy.wrappers import WrapperState
 from tests.fakes.apps import FAKE, ask, fake_app, finish
 from tests.fakes.policies import outcome, view
 
@@ -51,7 +51,7 @@ def test_the_gauges_show_each_load_that_was_compared():
     runner = PolicyRunner(policy, DRAFTS, StepStats(stats), lambda: 0.0, 0)
     buckets = {0: bucket(PLANNED, -0.2), 3: bucket(NONE, -0.1), 4: Bucket()}
     memory = Memory(buckets=buckets)  # as after a restart
-    runner.state = Wrapped(Wrapped(None, memory))
+    runner.state = WrapperState(WrapperState(None, memory))
     seen = view(2, DRAFTS)
     plan, _ = guard.plan(seen, runner.state.inner, 0.0, np.random.default_rng(0))
     runner.observe(outcome(seen, plan, 1))
@@ -128,7 +128,7 @@ def test_explain_says_what_the_guard_does(level, experiment, words):
     plan = runner.last_plan[2]
     plan.notes |= {"guard": level} | ({"experiment": experiment} if experiment else {})
     memory = Memory(buckets={1: bucket(NONE, -0.1) if level == "none" else bucket(PLANNED, -0.2)})
-    runner.state = Wrapped(Wrapped(runner.state.inner.inner, memory))
+    runner.state = WrapperState(WrapperState(runner.state.inner.inner, memory))
     explained = explain_last(app.orchestrator.cycle)
     assert words in explained["step"]
     given = (experiment or level) == "none"

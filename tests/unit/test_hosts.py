@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from backend.checked_settings import ConfigError
-from backend.hosts.adapter import Host, HostRow, Verified
+from backend.hosts.adapter import Host, HostRow, VerifiedRow
 from backend.hosts.calibration import (
     PATIENCE_STEPS,
     SAMPLES,
@@ -48,7 +48,7 @@ class Text:
         while accepted < min(len(proposal), len(left) - 1) and proposal[accepted] == left[accepted]:
             accepted += 1
         self.written += accepted + 1
-        return Verified(self.key, proposal, self.tokens[: self.written])
+        return VerifiedRow(self.key, proposal, self.tokens[: self.written])
 
 
 def repeating(key, start, tokens=200, period=12):
@@ -131,7 +131,7 @@ def test_nothing_is_learnt_of_a_step_that_verified_something_else():
             planned.ran([text.step([])], verify_s=0.02)
             continue
         state = planned.cycle.runner.state
-        planned.ran([Verified("r", [0] * K_MAX, text.step([]).tokens)], verify_s=0.02)
+        planned.ran([VerifiedRow("r", [0] * K_MAX, text.step([]).tokens)], verify_s=0.02)
         assert planned.cycle.runner.state is state
         counters = stats.drain().counters
         assert ("spindle_fallback_total", {"reason": "not_as_proposed"}, 1) in counters

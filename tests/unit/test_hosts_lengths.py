@@ -3,7 +3,7 @@
 import pytest
 
 from backend.checked_settings import ConfigError
-from backend.hosts.adapter import HostRow, Verified
+from backend.hosts.adapter import HostRow, VerifiedRow
 from backend.hosts.calibration import StepCalibration, shapes
 from backend.hosts.lengths import Lengths
 from backend.hosts.settings import host_config
@@ -38,7 +38,7 @@ class Driven:
         drafted = [5 if n < self.right else 6 for n in range(length)]
         self.lengths.catch_up("a", self.tokens)
         self.tokens = [*self.tokens, *drafted[: self.right], 7]
-        self.lengths.ran([Verified("a", drafted, self.tokens)], verify_s=0.02)
+        self.lengths.ran([VerifiedRow("a", drafted, self.tokens)], verify_s=0.02)
 
 
 @pytest.mark.parametrize("in_flight", [0, 1])
@@ -73,7 +73,7 @@ def test_a_token_of_the_prompt_s_step_is_not_counted_with_the_next_step_s():
     assert lengths.plan_lengths([], 0, 0) == {}
     lengths.ran([], verify_s=0.02)
     lengths.catch_up("a", first)
-    lengths.ran([Verified("a", [5, 6], [*first, 5, 7])], verify_s=0.02)
+    lengths.ran([VerifiedRow("a", [5, 6], [*first, 5, 7])], verify_s=0.02)
     counters = lengths._stats._stats.drain().counters
     emitted = [amount for name, _, amount in counters if name == "spindle_emitted_tokens_total"]
     assert sum(emitted) == 2

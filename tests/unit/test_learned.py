@@ -11,7 +11,7 @@ from backend.speculation import learned_state as learned
 from backend.speculation.learned_state import LearnedState, learned_key
 from backend.storage import cache
 from policy import Policy
-from policy.custom import Guarded
+from policy.custom import CheckedPolicy
 from policy.learned import SCHEMA
 from tests.fakes.apps import FAKE
 from tests.fakes.policies import planner, taught
@@ -125,7 +125,7 @@ def test_a_user_s_policy_whose_state_cannot_be_kept_costs_a_metric(kept):
 
         save = kept
 
-    world = World(policy=Guarded("my_package.Mine", Mine()))
+    world = World(policy=CheckedPolicy("my_package.Mine", Mine()))
     world.learned.close()
     assert world.fallbacks() == {"learned_state_unsaved": 1}
 

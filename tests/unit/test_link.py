@@ -7,7 +7,7 @@ from backend.ipc.messages import (
     VERSION,
     Cancel,
     Chunk,
-    Failed,
+    ErrorReply,
     Frames,
     FromStub,
     Hello,
@@ -124,7 +124,7 @@ def test_a_lost_engine_is_reported_refused_after_a_while_and_found_again(link, r
     assert recorder.lost.wait(5)
     link.send(Cancel(id=1))
     assert recorder.heard.wait(5)
-    assert recorder.messages == [Failed(id=1, code=ErrorCode.UNAVAILABLE, message=DOWN)]
+    assert recorder.messages == [ErrorReply(id=1, code=ErrorCode.UNAVAILABLE, message=DOWN)]
     with pytest.raises(RequestError, match="starting or restarting") as refusal:
         link.send(Cancel(id=2))
     assert refusal.value.code is ErrorCode.UNAVAILABLE

@@ -7,7 +7,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from backend.config import OpenaiConfig
 from backend.openai_frontend.bodies import ChatMessage
 from backend.openai_frontend.front_end import FrontEnd
-from backend.openai_frontend.template import ChatTemplate, Escaped
+from backend.openai_frontend.template import ChatTemplate, EscapedPrompt
 
 NAMES = ["<|im_start|>", "<|im_end|>", "<s>", "</s>"]
 CHATML = (
@@ -86,7 +86,7 @@ def test_a_forged_turn_is_text_and_the_template_s_own_turns_are_tokens(library):
 )
 def test_every_text_of_a_message_is_text(library, messages):
     prompt = rendered(library, *messages)
-    assert isinstance(prompt, Escaped)
+    assert isinstance(prompt, EscapedPrompt)
     ids = ids_of(library, prompt)
     assert library.decode(ids, skip_special_tokens=False) == prompt.text
     assert controls(library, ids) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]

@@ -7,7 +7,7 @@ import pytest
 from backend.openai_frontend.errors import ApiError
 from backend.openai_frontend.front_end import FrontEnd
 from backend.openai_frontend.routes import chat_of, completion_of, text_of
-from backend.openai_frontend.template import ChatTemplate, Escaped
+from backend.openai_frontend.template import ChatTemplate, EscapedPrompt
 from backend.openai_frontend.triton import Triton, _Texts
 from tests.fakes.chats import HEADERS, HI
 from tests.server.harness import free_ports
@@ -102,7 +102,7 @@ def test_only_a_prompt_that_is_no_chat_gets_the_tokenizer_s_special_tokens(body,
 
 def test_special_tokens_of_a_chat_that_are_plain_text_come_without_others():
     triton = Preprocessing()
-    prompt = Escaped("<s>", (("<s>", True),))
+    prompt = EscapedPrompt("<s>", (("<s>", True),))
     assert asyncio.run(triton.tokenize(prompt, add_special_tokens=False)) == [1, 2, 8]
     assert triton.asked == [[[False]], None]
 

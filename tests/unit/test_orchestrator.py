@@ -13,7 +13,7 @@ from backend.engines.port import EngineLostError
 from backend.request import ErrorCode
 from backend.speculation.drafting import SCORED_EVERY
 from policy import NoSpeculation, Plan, RandomChoice
-from policy.custom import Guarded
+from policy.custom import CheckedPolicy
 from tests.fakes.clock import Clock
 from tests.fakes.loop import World
 
@@ -396,7 +396,7 @@ def test_a_plan_that_cannot_be_followed_is_not_and_its_policy_is_named_once_in_a
             return Plan(np.zeros(len(view), np.int64), np.full(len(view), 99)), state
 
     ticks = Clock(tick_s=0.01)  # two lines are 10 s apart, 1,000 ticks
-    world = World(Guarded("my_package.Greedy", Greedy()), clock=ticks)
+    world = World(CheckedPolicy("my_package.Greedy", Greedy()), clock=ticks)
     sink = world.submit("abc")
     world.run()
     assert sink.text == plain_text("abc")

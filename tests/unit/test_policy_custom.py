@@ -9,7 +9,7 @@ from backend.checked_settings import ConfigError
 from backend.config import parse_config
 from backend.ipc.process import policy_folders
 from backend.launcher.environment import policy_path, read_settings
-from policy import NO_DRAFT, Drafted, LatencyModel, Plan, View, simulate
+from policy import NO_DRAFT, DraftNodes, LatencyModel, Plan, View, simulate
 from policy.custom import PolicyError, load_policy, plan_error
 
 GOOD = """
@@ -182,7 +182,7 @@ def test_a_plan_that_cannot_be_followed_is_reported_by_row(draft, length, words)
 
 
 def trimmed(path, **options):
-    plan, drafted = Plan(np.array([0, 1]), np.array([3, 2])), Drafted(*np.zeros((4, 0)))
+    plan, drafted = Plan(np.array([0, 1]), np.array([3, 2])), DraftNodes(*np.zeros((4, 0)))
     policy = make(path, **options)
     return policy.trim(view(2), plan, drafted, policy.start())
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from policy import Drafted, FixedLength, NoSpeculation, Plan, Policy, SwitchedPolicy, Switches
+from policy import DraftNodes, FixedLength, NoSpeculation, Plan, Policy, SwitchedPolicy, Switches
 from policy.guard import Guard
 from policy.levels import LEVELS, NONE, rows_of
 from tests.fakes.policies import RNG, outcome, view
@@ -352,7 +352,7 @@ def test_in_an_experiment_nothing_of_the_policy_is_asked_but_it_learns():
             return np.ones(len(seen), np.int64)
 
     world = World(Guard(Watched("small", 3)))
-    nodes = Drafted(*np.zeros((4, 0)))
+    nodes = DraftNodes(*np.zeros((4, 0)))
     for _ in range(400):
         before = world.state.inner
         plan = world.step()

@@ -7,7 +7,7 @@ import pytest
 
 from bench.baselines import BASELINES
 from policy.baselines import BaselineSettings
-from policy.plan import Drafted, FreeChains, StepNodes
+from policy.plan import DraftNodes, FreeChains, StepNodes
 from tests.fakes import policies as fakes
 
 DRAFTS = ("suffix", "small", "large")
@@ -36,7 +36,7 @@ def steps(policy, seed, count=60):
         plan, planned = policy.plan(seen, state, float(step), own)
         row = np.arange(rows).repeat(plan.length)
         claims, none = rng.random(len(row)), np.zeros(len(row), np.bool_)
-        drafted = Drafted(row, plan.draft[row], claims, none)
+        drafted = DraftNodes(row, plan.draft[row], claims, none)
         nodes = policy.trim(seen, plan, drafted, planned) if rows else plan.length
         yield before, state, seen, plan, nodes, planned
         at = pickle.dumps(planned)

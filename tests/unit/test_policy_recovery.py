@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from policy.plan import Drafted, StepNodes
+from policy.plan import DraftNodes, StepNodes
 from tests.fakes.policies import latency, outcome, planner, view
 
 RATE = 0.8
@@ -17,7 +17,7 @@ def verified_nodes(seen, plan, p, state, claim):
     row = np.arange(len(seen)).repeat(plan.length)
     depth = np.arange(len(row)) - np.searchsorted(row, row)
 
-    drafted = Drafted(row, plan.draft[row], claim ** (1.0 + depth), np.zeros(len(row), np.bool_))
+    drafted = DraftNodes(row, plan.draft[row], claim ** (1.0 + depth), np.zeros(len(row), np.bool_))
     return np.minimum(p.trim(seen, plan, drafted, state), plan.length), drafted
 
 

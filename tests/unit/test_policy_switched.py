@@ -5,7 +5,7 @@ import pytest
 
 from policy import (
     NO_DRAFT,
-    Drafted,
+    DraftNodes,
     FixedLength,
     FreeChains,
     NoSpeculation,
@@ -83,7 +83,7 @@ def test_only_the_planner_s_own_rows_are_trimmed_by_it(mode, control, nodes):
     p = SwitchedPolicy(Trims("small", 2), lever)
     seen = view(2, control=None if control is None else np.array(control))
     plan, state = p.plan(seen, p.start(), 0.0, RNG)
-    assert p.trim(seen, plan, Drafted(*np.zeros((4, 0))), state).tolist() == nodes
+    assert p.trim(seen, plan, DraftNodes(*np.zeros((4, 0))), state).tolist() == nodes
 
 
 def test_off_learns_what_is_free():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from policy import AcceptanceConfig, StepNodes
-from policy.plan import Drafted, Plan
+from policy.plan import DraftNodes, Plan
 from policy.simulation.arms import make_policy
 from policy.simulation.fleet import simulate_closed
 from policy.simulation.presets import llama_8b_h100
@@ -101,7 +101,7 @@ def test_confidences_are_judged_by_the_own_nodes():
     column = np.array([0, 2])
     mine, theirs = state.calibration.probability(column, none > 0, np.full(2, 0.6)).tolist()
     assert theirs < mine - 0.2
-    confident = Drafted(
+    confident = DraftNodes(
         np.repeat([0, 1], 4), np.zeros(8, np.int64), np.full(8, 0.9), np.zeros(8, bool)
     )
     nodes = p.trim(seen, replace(chain, price=1.0), confident, state)

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from policy import NO_DRAFT, Drafted, FreeChains, Plan, StepNodes
+from policy import NO_DRAFT, DraftNodes, FreeChains, Plan, StepNodes
 from policy.replay import (
     SCHEMA,
-    Traced,
+    TracedPlanner,
     TraceError,
     decode,
     encode,
@@ -19,7 +19,7 @@ from policy.replay import (
     replay,
     same,
 )
-from policy.wrappers import Wrapped
+from policy.wrappers import WrapperState
 from tests.fakes.outcomes import outcome_of
 from tests.fakes.policies import RNG, certain, latency, planner, view
 
@@ -32,7 +32,7 @@ def traced(steps=60, most_lines=1000, **config):
     """
     lines, rng = [], np.random.default_rng(1)
     policy, draws = (
-        Traced(planner(**{"explore_share": 0.05, **config}), lines.append, most_lines),
+        TracedPlanner(planner(**{"explore_share": 0.05, **config}), lines.append, most_lines),
         np.random.default_rng(5),
     )
     state = policy.start()
@@ -83,7 +83,7 @@ def test_a_trace_replays_to_the_same_plans_bit_for_bit():
 def test_a_trace_over_a_restored_state_replays_bit_for_bit():
     """A server warms up before it restores what was saved."""
     lines, steps = [], 20
-    policy = Traced(planner(), lines.append, 1000)
+    policy = TracedPlanner(planner(), lines.append, 1000)
     state = policy.start()
     for step in range(2 * steps):
         if step == steps:
@@ -157,10 +157,10 @@ def test_a_trace_of_before_is_refused_by_its_schema():
 
 
 def test_what_is_verified_is_the_planner_s_word():
-    drafted = Drafted(*np.zeros((4, 0)))
+    drafted = DraftNodes(*np.zeros((4, 0)))
     inner = SimpleNamespace(trim=lambda view, plan, given, _: plan.length - (given is drafted))
     plan = Plan(np.zeros(2, np.int64), np.array([2, 3]))
-    nodes = Traced(inner, print, 9).trim(view(2), plan, drafted, Wrapped(None))
+    nodes = TracedPlanner(inner, print, 9).trim(view(2), plan, drafted, WrapperState(None))
     assert nodes.tolist() == [1, 2]
 
 

@@ -18,7 +18,7 @@ from policy import (
 from policy.latency import Correction
 from policy.loops.times import WIDTH_STEPS
 from policy.loops.trim import take_best
-from policy.plan import Drafted, Plan
+from policy.plan import DraftNodes, Plan
 from policy.problem import Choice, score
 from policy.trim import Calibration, trim_nodes
 from tests.fakes.outcomes import outcome_of
@@ -29,7 +29,7 @@ def drafted(*confidence, draft=0, sampled=False):
     """The rows' proposals by the confidences of their nodes."""
     row = np.repeat(np.arange(len(confidence)), [len(c) for c in confidence])
     q = len(row)
-    return Drafted(
+    return DraftNodes(
         row,
         np.full(q, draft),
         np.array([c for r in confidence for c in r], float),

@@ -5,7 +5,7 @@ import pytest
 
 from bench.baselines.verification import AdaptiveVerification
 from policy import LatencyCurve, LatencyModel, StepNodes
-from policy.plan import Drafted
+from policy.plan import DraftNodes
 from tests.fakes import policies as fakes
 from tests.fakes.policies import RNG
 
@@ -23,7 +23,7 @@ def drafted(*confidences):
     """The rows' proposals, by the confidences of the paths to their nodes."""
     row = np.repeat(np.arange(len(confidences)), [len(c) for c in confidences])
     flat = np.array([c for paths in confidences for c in paths], float)
-    return Drafted(row, np.zeros(len(row), np.int64), flat, np.zeros(len(row), np.bool_))
+    return DraftNodes(row, np.zeros(len(row), np.int64), flat, np.zeros(len(row), np.bool_))
 
 
 def verified(latency, proposed, rows, length=3, state=None, **changes):

@@ -4,10 +4,10 @@ from collections import defaultdict
 
 import pytest
 
-from backend.ipc.messages import Chunk, Failed, Final
+from backend.ipc.messages import Chunk, ErrorReply, Final
 from backend.request import ErrorCode, FinishReason
 from backend.triton_adapter import sender as sender_module
-from backend.triton_adapter.codec import Wanted
+from backend.triton_adapter.codec import WantedOutputs
 from backend.triton_adapter.sender import PendingReply, Senders
 from tests.fakes.waiting import wait_until
 
@@ -65,7 +65,7 @@ def senders(cancels):
 def open_clients(senders, count):
     clients = {i: Client() for i in range(1, count + 1)}
     for i, client in clients.items():
-        senders.open(PendingReply(i, client, Wanted()))
+        senders.open(PendingReply(i, client, WantedOutputs()))
     return clients
 
 
@@ -97,7 +97,7 @@ def test_deltas_that_wait_are_sent_together_with_the_last_one(senders):
             super().send(outputs, final=final)
 
     client = SlowFirst()
-    senders.open(PendingReply(1, client, Wanted()))
+    senders.open(PendingReply(1, client, WantedOutputs()))
     messages = [
         Chunk(id=1, text=text, log_probs=[-0.5, -0.25], cum_log_prob=-0.75 * n)
         for n, text in enumerate("abc", 1)
@@ -132,7 +132,7 @@ def test_a_lost_engine_ends_every_open_request_and_no_later_one(senders):
     senders.deliver(final(1, ""))
     senders.fail_all(ErrorCode.UNAVAILABLE, "gone")
     later = Client()
-    senders.open(PendingReply(100, later, Wanted()))
+    senders.open(PendingReply(100, later, WantedOutputs()))
     senders.close()
     assert clients[1].endings == ["success"]
     assert all(clients[i].endings == [(ErrorCode.UNAVAILABLE, "gone")] for i in range(2, 10))
@@ -143,7 +143,7 @@ def test_a_cancelled_request_is_ended_and_the_engine_notified(senders, cancels):
     clients = open_clients(senders, 8)
     clients[3].gone = True
     assert clients[3].ended.wait(5)
-    senders.deliver(Failed(id=3, code=ErrorCode.CANCELLED, message="late"))
+    senders.deliver(ErrorReply(id=3, code=ErrorCode.CANCELLED, message="late"))
     senders.deliver(Chunk(id=3, text="late"))
     senders.close()
     assert cancels == [3]
@@ -154,9 +154,9 @@ def test_a_cancelled_request_is_ended_and_the_engine_notified(senders, cancels):
 
 def test_a_request_that_the_engine_has_lost_ends_at_its_deadline(senders, cancels):
     lost, patient = Client(), Client()
-    senders.open(PendingReply(1, lost, Wanted(), deadline_s=time.monotonic()))
+    senders.open(PendingReply(1, lost, WantedOutputs(), deadline_s=time.monotonic()))
     senders.open(
-        PendingReply(5, patient, Wanted(), deadline_s=time.monotonic() + 600)
+        PendingReply(5, patient, WantedOutputs(), deadline_s=time.monotonic() + 600)
     )  # the same shard
     assert lost.ended.wait(5)
     senders.deliver(final(1, "late"))
@@ -189,7 +189,7 @@ class Jammed(Client):
 
 def test_deltas_that_could_not_be_sent_go_with_the_next(senders):
     client = Jammed()
-    senders.open(PendingReply(1, client, Wanted()))
+    senders.open(PendingReply(1, client, WantedOutputs()))
     senders.deliver(Chunk(id=1, text="a"))
     assert client.refused.wait(5)
     client.room.set()
@@ -201,8 +201,8 @@ def test_deltas_that_could_not_be_sent_go_with_the_next(senders):
 
 def test_a_last_response_that_could_not_be_sent_becomes_an_error_as_soon_as_that_can_be(senders):
     client, cancelled = Jammed(), Jammed()
-    senders.open(PendingReply(1, client, Wanted()))
-    senders.open(PendingReply(2, cancelled, Wanted()))
+    senders.open(PendingReply(1, client, WantedOutputs()))
+    senders.open(PendingReply(2, cancelled, WantedOutputs()))
     cancelled.gone = True
     senders.deliver(final(1, "whole text"))
     assert client.refused.wait(5)
@@ -220,8 +220,8 @@ def test_a_last_response_that_could_not_be_sent_becomes_an_error_as_soon_as_that
 def test_a_last_response_that_can_never_be_sent_is_given_up(senders, monkeypatch, caplog):
     monkeypatch.setattr(sender_module, "GIVE_UP_S", 0.1)
     client, other = Jammed(), Client()
-    senders.open(PendingReply(4, client, Wanted()))
-    senders.open(PendingReply(8, other, Wanted()))  # the same shard
+    senders.open(PendingReply(4, client, WantedOutputs()))
+    senders.open(PendingReply(8, other, WantedOutputs()))  # the same shard
     senders.deliver(final(4, ""))
     wait_until(lambda: "got no last response" in caplog.text)
     senders.deliver(final(8, "fine"))
@@ -235,9 +235,9 @@ def test_a_client_that_cannot_be_sent_to_does_not_stop_its_shard(senders):
         def send(self, outputs, *, final):
             raise RuntimeError("broken")
 
-    senders.open(PendingReply(4, Broken(), Wanted()))
+    senders.open(PendingReply(4, Broken(), WantedOutputs()))
     other = Client()
-    senders.open(PendingReply(8, other, Wanted()))  # the same shard
+    senders.open(PendingReply(8, other, WantedOutputs()))  # the same shard
     senders.deliver(Chunk(id=4, text="x"))
     senders.deliver(final(4, ""))
     senders.deliver(final(8, "fine"))

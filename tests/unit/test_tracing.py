@@ -10,7 +10,7 @@ import pytest
 from backend.app import build
 from backend.config import parse_config
 from backend.ops import tracing as module
-from backend.ops.request_trace import Broken, Ended, RequestTrace
+from backend.ops.request_trace import ErrorEnding, RequestTrace, ServedEnding
 from backend.ops.stats import Stats, StepStats, Usage
 from backend.ops.tracing import Tracing, spans_of, tracer
 from backend.request import GenerationRequest
@@ -21,7 +21,7 @@ from tests.fakes.clients import SureSink
 from tests.fakes.waiting import wait_until
 
 TRACE_ID, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-FINAL = Ended("length", Usage(9, 4, 3, 2))
+FINAL = ServedEnding("length", Usage(9, 4, 3, 2))
 
 
 def context(flags="01"):
@@ -121,7 +121,7 @@ def test_figures_of_request_and_step_are_attributes_and_the_text_is_not():
 
 def test_an_error_is_the_status_of_the_request():
     trace = RequestTrace(context())
-    trace.end(Broken("UNAVAILABLE"))
+    trace.end(ErrorEnding("UNAVAILABLE"))
     spans = list(spans_of(trace, tracer()))
     assert [span.name for span in spans] == ["spindle.tokenise", "spindle.request"]
     status = spans[-1].status

@@ -56,7 +56,7 @@ class RowResult:
 
 
 @dataclass(slots=True)
-class Launched:
+class LaunchedStep:
     """A step under way."""
 
     size: Size
@@ -174,7 +174,7 @@ class DeviceSteps:
             updates[:] = [update for update in updates if update[0] != slot]
         self.slots.text_tokens[slot] = -1
 
-    def launch(self, rows: Sequence[DeviceRow]) -> Launched:
+    def launch(self, rows: Sequence[DeviceRow]) -> LaunchedStep:
         """Launch a step for these rows, at least one."""
         size, is_bounded, depths = self._bucket(rows)
         step, columns = self._step(size), self._columns_of(size.rows)
@@ -198,9 +198,9 @@ class DeviceSteps:
             part()
         events.append(self.stream.event())
         host = columns.fetch()
-        return Launched(size, [*rows], host, [*events, self.stream.event()])
+        return LaunchedStep(size, [*rows], host, [*events, self.stream.event()])
 
-    def collect(self, launched: Launched) -> tuple[list[RowResult], dict[str, float]]:
+    def collect(self, launched: LaunchedStep) -> tuple[list[RowResult], dict[str, float]]:
         """Wait for a step; return what it did by row, and its seconds by part (``draft``,
         ``verify``).
         """

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from backend.engines.cuda.device import MOST_PLACES, DeviceSteps, Launched, RowResult
+from backend.engines.cuda.device import MOST_PLACES, DeviceSteps, LaunchedStep, RowResult
 from backend.engines.cuda.engine import CudaEngine
 from backend.engines.cuda.heads import DeviceHead
 from backend.engines.cuda.step_columns import DeviceRow
@@ -80,7 +80,7 @@ class _SubmittedTurns:
     """Turns under way."""
 
     jobs: list[_RowJob]
-    launched: Launched | None
+    launched: LaunchedStep | None
     chunks: list[Completion]
     """Completions of turns that only run a chunk of a prompt."""
     by_host: list[Turn]

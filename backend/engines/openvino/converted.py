@@ -16,7 +16,7 @@ from backend.engines.openvino.passes import has_experts, smallest_group, sums, t
 
 
 @dataclass(frozen=True, slots=True)
-class Converted:
+class ConvertedGraph:
     """A graph to compile."""
 
     graph: Model
@@ -49,7 +49,7 @@ def read(file: Path) -> Model:
 
 def complete(
     graph: Model, *, positions: int, repeats: bool, best: int = 0, stored: Type = Type.f32
-) -> Converted:
+) -> ConvertedGraph:
     """Return a graph with attention in its marks' places, for positions below ``positions``.
 
     ``repeats``: attention may have more rows than the rest. ``best``: columns to rank; 0: none.
@@ -73,11 +73,11 @@ def complete(
         graph.add_results([opset13.result(converted)])
     graph.validate_nodes_and_infer_types()
     vocab = graph.output("logits").get_partial_shape()[1].get_length()
-    return Converted(graph, layers, vocab, sums(graph), chooses, smallest_group(graph))
+    return ConvertedGraph(graph, layers, vocab, sums(graph), chooses, smallest_group(graph))
 
 
 def _rank(logits: Output, count: int) -> dict[str, Output]:
-    """Return the outputs that rank ``count`` columns (``Converted.graph``)."""
+    """Return the outputs that rank ``count`` columns (``ConvertedGraph.graph``)."""
     best = opset13.topk(logits, ints(count), -1, "max", "index", "i32")
     greatest = opset13.reduce_max(logits, ints(-1), True)
     masses = opset13.reduce_sum(opset13.exp(opset13.subtract(logits, greatest)), ints(-1), True)

@@ -15,7 +15,7 @@ from openvino import Type
 
 from backend.engines.checkpoint import CheckpointError, widen
 from backend.engines.models.spec import AttentionSpec
-from backend.engines.openvino.converted import Converted
+from backend.engines.openvino.converted import ConvertedGraph
 from backend.engines.openvino.layout import SCRATCH_TOKENS, Blocks, Layout, in_calls
 from backend.engines.openvino.paged_attention import OpenvinoVersionError
 from backend.engines.openvino.parts import compile_graph
@@ -58,7 +58,7 @@ class OpenvinoDecoder:
 
     def __init__(
         self,
-        converted: Converted,
+        converted: ConvertedGraph,
         *,
         kv_blocks: int,
         precision: str = "fp32",

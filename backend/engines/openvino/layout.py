@@ -90,7 +90,7 @@ class Layout:
             self._run([0, 0], 0, padding, 2)
 
     def inputs(self, *, repeats: bool) -> dict[str, Seq[int] | Blocks]:
-        """Return the inputs of the graph (``Converted``) by name, but for ``max_context_len``."""
+        """Return the inputs of ``ConvertedGraph`` by name, but for ``max_context_len``."""
         inputs: dict[str, Seq[int] | Blocks] = {
             "ids": self._ids,
             "positions": self._positions,
