@@ -13,7 +13,7 @@ import numpy as np
 
 from .arrays import Floats, Ints
 from .compiling import FLOATS, INTS, entry, helper, record
-from .problem import STEP_PROBLEM, TIE, StepProblem, last_total, limit_s
+from .problem import STEP_PROBLEM, TIE, StepProblem, limit_s
 from .times import FIRST_DRAFT, VERIFY, Times
 from .trim import BINS, BOUNDS, COUNTS, KIND_EDGES, KINDS, PROPOSED, Counts, ProposedNodes
 
@@ -197,7 +197,7 @@ def best_of(
     ``forward_s[K, D]`` are the seconds of a draft's forward j for all rows, ``node_s`` those of
     reading what comes before a node.
     """
-    p, most_s, last = problem, limit_s(problem), last_total(problem)
+    p, most_s = problem, limit_s(problem)
     drafts, plain_s = forward_s.shape[1], p.undrafted_s[0]
     best = Batchwide(-1, 0, 0, p.base_value, plain_s)
     highest = p.base_value - price * plain_s
@@ -211,7 +211,7 @@ def best_of(
             accepted += offer.accepted[d, depth - 1]
             drafting_s += forward_s[depth - 1, d]
             b, rest, value = BINS, 0.0, p.base_value
-            for m in range(1, last + 1):
+            for m in range(1, len(p.undrafted_s)):
                 need = 1.0
                 while need > 0.0 and (rest > 0.0 or b > 0):
                     if rest <= 0.0:

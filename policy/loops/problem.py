@@ -54,7 +54,7 @@ class StepProblem(NamedTuple):
     horizon: Floats
     """[n] steps over which the objective spreads a catch-up."""
     undrafted_s: Floats
-    """[m] seconds of the step with m verified nodes, without drafting; inf: no room."""
+    """[m] seconds of the step with m verified nodes, without drafting."""
     forward_s: Floats
     """[D, t] seconds of a draft's forward of t tokens; 0 at 0."""
     occupied: Ints
@@ -84,11 +84,6 @@ class StepProblem(NamedTuple):
     def limit_s(self) -> float:
         """Return the seconds that no choice may exceed."""
         return max(self.cap_s, self.plain_s) * (1 + TIE)
-
-    @property
-    def value(self) -> Floats:
-        """Return what a chain of k + 1 tokens brings, float64[K, D, n]."""
-        return np.cumsum(self.gain, axis=0)
 
 
 STEP_PROBLEM = record(
@@ -204,15 +199,6 @@ def score(
             if count[d, j] > occupied[d, j]:
                 seconds += forward_s[d, count[d, j]] - forward_s[d, occupied[d, j]]
     return problem.base_value + value, seconds + charged_s, seconds + switch_s
-
-
-@helper
-def last_total(problem: StepProblem) -> int:
-    """Return the most proposed tokens for which there is room."""
-    last = len(problem.undrafted_s) - 1
-    while problem.undrafted_s[last] == np.inf:
-        last -= 1
-    return last
 
 
 @helper

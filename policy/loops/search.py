@@ -11,7 +11,7 @@ import numpy as np
 
 from .arrays import Floats, Ints
 from .compiling import FLOATS, INTS, entry, helper, unordered_helper
-from .problem import STEP_PROBLEM, TIE, StepProblem, charge_s, last_total, limit_s, pass_s, score
+from .problem import STEP_PROBLEM, TIE, StepProblem, charge_s, limit_s, pass_s, score
 
 FEW_ROWS = 16
 """Rows above which moving a single one hardly changes the objective."""
@@ -104,12 +104,11 @@ def _fill(
     pick: Ints,  # [n]
     longest: Ints,  # [D]
     gains: Floats,  # [K, n]
-    last: int,
     most_s: float,
     draft: Ints,  # [n]
     length: Ints,  # [n]
 ) -> int:
-    """Let tokens join in the order of their worth, ``own``; the best depth and total win by the
+    """Let tokens join in the order of their worth, ``gains``; the best depth and total win by the
     exact objective. ``draft, length`` become that choice; return its nodes.
     """
     gain, row_s, first_tokens = problem.gain, problem.draft_row_s, problem.first_tokens
@@ -132,7 +131,7 @@ def _fill(
     objective, seconds = np.zeros(deepest), np.zeros(deepest)
     best, best_at, nodes = np.full(deepest, -np.inf), np.zeros(deepest, np.int64), 0.0
     within = np.zeros(deepest)
-    for at in range(min(size, last)):
+    for at in range(size):
         i, j = row[order[at]], depth[order[at]]
         d = pick[i]
         more = first_tokens[d, i] if j == 0 else 1
@@ -168,7 +167,6 @@ def _fill(
 def _improve(
     problem: StepProblem,
     price: float,
-    last: int,
     most_s: float,
     count: Ints,  # [D, K] tokens of the choice's forwards
     step_s: float,
@@ -209,7 +207,7 @@ def _improve(
             for d in range(drafts):
                 alone, alone_s = -price * charge_s(p, d, i) - old, p.switch_s[d, i] - old_s
                 with_row = others
-                for j in range(min(p.ceiling[d, i], last - rest)):
+                for j in range(p.ceiling[d, i]):
                     more = p.first_tokens[d, i] if j == 0 else 1
                     took_s = p.forward_s[d, count[d, j] + more] - p.forward_s[d, count[d, j]]
                     took_s += p.draft_row_s[j, d, i]
@@ -236,20 +234,21 @@ def _improve(
 
 
 @helper
-def _slope_s(undrafted_s: Floats, total: int, last: int) -> float:
+def _slope_s(undrafted_s: Floats, total: int) -> float:
     """Return the mean seconds of a verified node within a quarter of a total, by
     ``undrafted_s[m]``.
     """
-    near = total // 4 + 1
+    near, last = total // 4 + 1, len(undrafted_s) - 1
     low, high = max(min(total, last) - near, 0), min(total + near, last)
     return (undrafted_s[high] - undrafted_s[low]) / (high - low)
 
 
 @helper
-def _has_stairs(undrafted_s: Floats, last: int) -> bool:
+def _has_stairs(undrafted_s: Floats) -> bool:
     """Return whether verification takes its time, ``undrafted_s[m]``, in jumps, as passes of padded
     widths do.
     """
+    last = len(undrafted_s) - 1
     mean_s = (undrafted_s[last] - undrafted_s[0]) / last
     for m in range(last):
         if undrafted_s[m + 1] - undrafted_s[m] > _STAIR * mean_s:
@@ -270,16 +269,15 @@ def best_at_price(
     draft[:] = -1
     length[:] = 0
     plain_s = p.undrafted_s[0]
-    last = last_total(p)
-    if last == 0 or p.ceiling.size == 0 or p.ceiling.max() == 0:
+    if p.ceiling.size == 0 or p.ceiling.max() == 0:
         return p.base_value, plain_s, plain_s
     most_s = limit_s(p)
     count = np.empty((drafts, k_max), np.int64)
     if n > 1:
-        _fill_all(p, price, last, most_s, count, draft, length)
+        _fill_all(p, price, most_s, count, draft, length)
     result = score(p, draft, length, count)
     if n <= FEW_ROWS:
-        _improve(p, price, last, most_s, count, result[2], draft, length)
+        _improve(p, price, most_s, count, result[2], draft, length)
         result = score(p, draft, length, count)
     return result
 
@@ -288,7 +286,6 @@ def best_at_price(
 def _fill_all(
     problem: StepProblem,
     price: float,
-    last: int,
     most_s: float,
     count: Ints,  # [D, K]
     draft: Ints,  # [n]
@@ -322,14 +319,14 @@ def _fill_all(
     scarcity = 1.0
     while True:
         dear = price * scarcity
-        for start in range(2 if many and _has_stairs(p.undrafted_s, last) else 1):
-            slope = dear * _slope_s(p.undrafted_s, 2 * n, last) if many and start == 0 else 0.0
+        for start in range(2 if many and _has_stairs(p.undrafted_s) else 1):
+            slope = dear * _slope_s(p.undrafted_s, 2 * n) if many and start == 0 else 0.0
             for _ in range(_SLOPES):
                 _set_worth(p, dear, slope, token_s, worth)
                 if not _open_drafts(worth, dear * chain_s, longest):
                     break
                 _pick_drafts(p, dear, slope, token_s, worth, longest, pick, gains)
-                total = _fill(p, price, pick, longest, gains, last, most_s, new_draft, new_length)
+                total = _fill(p, price, pick, longest, gains, most_s, new_draft, new_length)
                 v, c, s = score(p, new_draft, new_length, count)
                 if s <= most_s and (v - price * c) - (value - price * charged_s) > TIE * (
                     value + 1
@@ -337,7 +334,7 @@ def _fill_all(
                     draft[:] = new_draft
                     length[:] = new_length
                     value, charged_s = v, c
-                before, slope = slope, dear * _slope_s(p.undrafted_s, total, last)
+                before, slope = slope, dear * _slope_s(p.undrafted_s, total)
                 if abs(slope - before) <= _SLOPE_TOLERANCE:
                     break
         if p.cap_s == np.inf or scarcity > 8:

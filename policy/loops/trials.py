@@ -7,7 +7,7 @@ import numpy as np
 from .acceptance import CONSTANTS, ESTIMATES, Constants, Estimates, set_doubt
 from .arrays import Floats, Ints
 from .compiling import FLOATS, INTS, entry, helper
-from .problem import STEP_PROBLEM, StepProblem, charge_s, last_total, limit_s, score
+from .problem import STEP_PROBLEM, StepProblem, charge_s, limit_s, score
 from .search import descending
 
 TRIAL_TOKENS = 2
@@ -55,7 +55,7 @@ def _weigh(
     """
     p = problem
     k_max, drafts, n = p.gain.shape
-    last = max(last_total(p), 1)
+    last = max(len(p.undrafted_s) - 1, 1)
     verify_s = (p.undrafted_s[last] - p.undrafted_s[0]) / last
     spread = np.empty(k_max)
     for i in range(n):
@@ -178,7 +178,7 @@ def find_trial(
         tried, surplus, upside, promise,
     )  # fmt: skip
     d, rows = _candidates(p, price, surplus, upside, promise, order)
-    last, most_s, floor_s, cheapest_s = last_total(p), limit_s(p), LEAST_COST * step_s, 0.0
+    most_s, floor_s, cheapest_s = limit_s(p), LEAST_COST * step_s, 0.0
     new_draft, new_length = np.empty(n, np.int64), np.empty(n, np.int64)
     forwards = np.empty((drafts, k_max), np.int64)
     before = 0
@@ -192,8 +192,6 @@ def find_trial(
         for place in range(count):
             i = order[place]
             new_draft[i], new_length[i] = d, tried[d, i]
-        if new_length.sum() > last:
-            continue
         v, _, s = score(p, new_draft, new_length, forwards)
         cost_s = max(floor_s, (value - v) / price + s - step_s)
         if cost_s <= credit_s and s <= most_s:
