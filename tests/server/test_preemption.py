@@ -5,6 +5,7 @@ changes.
 import json
 from concurrent.futures import ThreadPoolExecutor
 
+import grpc
 import pytest
 
 from backend.sequence import BLOCK_TOKENS
@@ -36,7 +37,11 @@ def test_streams_pause_and_go_on_with_their_own_text(cramped, reference_text):
             "ensemble", text_input=prompt, max_tokens=300, stream=True, end_id=-1, empty_final=False
         )
         with cramped.stub() as stub:
-            responses = list(stub.ModelStreamInfer(iter([request]), timeout=60))
+            try:
+                responses = list(stub.ModelStreamInfer(iter([request]), timeout=60))
+            except grpc.RpcError as error:
+                log = cramped.log.read_text()[-4000:]
+                pytest.fail(f"{error.code()}, {cramped.health()}\n{log}")
         assert not any(response.error_message for response in responses)
         return "".join(text_of(response.infer_response) for response in responses)
 
