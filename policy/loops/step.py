@@ -47,9 +47,11 @@ class Mode(NamedTuple):
 
 
 MODE = record(Mode, FLOATS[0], INTS[0], *[FLOATS[0]] * 4, INTS[0])
-_LOOK_STEPS = 16  # steps from one look for a trial to the next: one takes as long as the search
+_LOOK_STEPS = 16  # steps from one look for a trial, which takes as long as the search, to the next;
+# 1 after a trial that pays, if the budget affords another
 _FIRST_STEPS = 2.0  # steps of credit to begin with: nothing is known yet
-_IDLE_SHARES = 5.0  # of a step without speculation, where only a trial can show that it pays
+_IDLE_SHARES = 5.0  # of a step without speculation, where only a trial can show that it pays; else
+# one for each draft but one
 
 
 class StepChoice(NamedTuple):
@@ -218,7 +220,8 @@ def choose(
     gain = 0.0
     if problem.base_value:
         gain = goodput * (problem.undrafted_s[0] - prefill_s) / problem.base_value
-    share = m.explore_share * (1.0 if lengths.sum() else _IDLE_SHARES)
+    others = max(b.ceiling.shape[1] - 1, 1)
+    share = m.explore_share * (others if lengths.sum() else _IDLE_SHARES)
     credit_s, next_trial_s = m.credit_s + share * step_s, m.next_trial_s
     if not m.goodput and m.explore_share:
         credit_s += _FIRST_STEPS * step_s
@@ -231,13 +234,14 @@ def choose(
         unread = _unread(knowledge, b, members, m.reads_unread)
         planned_s, count = step_s, np.empty(problem.occupied.shape, np.int64)
         before, _, before_s = score(problem, drafts, lengths, count)
-        trying, cost_s, after, after_s = find_trial(
+        trying, cost_s, after, after_s, pays = find_trial(
             problem, knowledge.estimates, knowledge.constants, slot, evidence, hazards, unread,
             m.optimism, price, credit_s, before, before_s, drafts, lengths,
         )  # fmt: skip
         value, step_s = value + after - before, step_s + after_s - before_s
         credit_s = credit_s - cost_s if trying else min(credit_s, max(cost_s, planned_s))
-        next_trial_s = credit_s + _LOOK_STEPS * share * planned_s
+        looks_at_once = trying and pays and credit_s >= cost_s
+        next_trial_s = credit_s + (1 if looks_at_once else _LOOK_STEPS) * share * planned_s
     for place in range(n):
         i = members[place]
         draft[b.rows[i]], length[b.rows[i]] = drafts[place], lengths[place]

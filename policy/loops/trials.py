@@ -111,11 +111,11 @@ def _candidates(
     upside: Floats,  # [D, n]
     promise: Floats,  # [D, n]
     order: Ints,  # [n]
-) -> tuple[int, int]:
-    """Find the draft that is most worth knowing more about. Return it and how many rows are worth
-    trying, into ``order``, the best first.
+) -> tuple[int, int, bool]:
+    """Find the draft that is most worth knowing more about. Return it, how many rows are worth
+    trying, into ``order``, the best first, and whether knowing pays.
 
-    If knowing pays for no draft, it is the single row that hopes for most.
+    If it pays for no draft, it is the single row that hopes for most.
     """
     drafts, n = surplus.shape
     best, best_d = 0.0, -1
@@ -140,7 +140,7 @@ def _candidates(
     descending(value[:count], by_value)
     for at in range(count):
         order[at] = place[by_value[at]]
-    return best_d, count if pays else min(count, 1)
+    return best_d, count if pays else min(count, 1), pays
 
 
 @entry(
@@ -162,10 +162,10 @@ def find_trial(
     step_s: float,
     draft: Ints,  # [n]
     length: Ints,  # [n]
-) -> tuple[int, float, float, float]:
+) -> tuple[int, float, float, float, bool]:
     """Let as many rows as ``credit_s`` affords try the draft that is most worth knowing more about,
-    in place. Return how many, the seconds that it costs, and the choice's value and step seconds.
-    0 rows: what the cheapest would cost, 0 seconds: even hope sees no gain.
+    in place. Return how many, the seconds that it costs, the choice's value and step seconds, and
+    whether it pays. 0 rows: what the cheapest would cost, 0 seconds: even hope sees no gain.
 
     It costs what the objective loses by it at mean estimates, whole catch-up included.
     """
@@ -177,7 +177,7 @@ def find_trial(
         p, estimates, constants, slot, evidence, hazard, unread, optimism, draft, length, price,
         tried, surplus, upside, promise,
     )  # fmt: skip
-    d, rows = _candidates(p, price, surplus, upside, promise, order)
+    d, rows, pays = _candidates(p, price, surplus, upside, promise, order)
     most_s, floor_s, cheapest_s = limit_s(p), LEAST_COST * step_s, 0.0
     new_draft, new_length = np.empty(n, np.int64), np.empty(n, np.int64)
     forwards = np.empty((drafts, k_max), np.int64)
@@ -197,6 +197,6 @@ def find_trial(
         if cost_s <= credit_s and s <= most_s:
             draft[:] = new_draft
             length[:] = new_length
-            return count, cost_s, v, s
+            return count, cost_s, v, s, pays
         cheapest_s = cost_s
-    return 0, cheapest_s, value, step_s
+    return 0, cheapest_s, value, step_s, pays

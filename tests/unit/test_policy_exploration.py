@@ -60,7 +60,7 @@ def look(credit_s, rows=4, catchup=1, rates=(0.7, None), price=PRICE):
     choice, result = best_choice(problem, price)
     tried = Choice(choice.draft.copy(), choice.length.copy())
     unread = np.zeros((2, rows), np.int64)
-    count, cost_s, value, step_s = find_trial(
+    count, cost_s, value, step_s, _ = find_trial(
         *(problem, state.estimates, model.constants, slot, evidence, hazard, unread, 1.5, price),
         *(float(credit_s), result.value, result.step_s, *tried),
     )
@@ -108,6 +108,20 @@ def test_exploring_loses_no_more_than_its_share_of_time_and_one_step_saved(rows)
         done = outcome(seen, plan, none, plan.predicted_s)
         state = made.observe(done, state, float(step))
     assert 0 < spent <= share * seconds * 1.5 + 1e-9
+
+
+def test_unknown_drafts_are_tried_one_after_the_other():
+    """Trials that pay follow one another; one that only hopes waits for its turn."""
+    drafts = ("a", "b", "c", "d")
+    made = planner(latency((0.05,) * 4), drafts)
+    state, tried, rng = made.start(), [], np.random.default_rng(0)
+    for step in range(16):
+        seen = view(8, drafts)
+        plan, state = made.plan(seen, state, float(step), rng)
+        tried.append(plan.notes.get("trial", 0))
+        state = made.observe(outcome(seen, plan, 0, plan.predicted_s), state, float(step))
+    assert tried[:3] == [8, 8, 8]
+    assert sum(tried[3:]) <= 1
 
 
 def test_without_a_budget_nothing_is_tried():
