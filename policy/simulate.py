@@ -75,7 +75,8 @@ def mix_for(deployment: Deployment, name: str | None) -> Mix:
 
 
 class Runner:
-    """Runs tasks in several processes, and counts simulated steps and the seconds that they took.
+    """Runs tasks in several processes, and counts simulated steps and the seconds that they took. A
+    ``with`` ends the processes.
 
     Progress goes to stderr: one line that is rewritten, or a line a scenario where it is no
     terminal.
@@ -87,6 +88,12 @@ class Runner:
             print("compiling the planner, about 30 s at the first start", file=sys.stderr)
         compiling.compile_all()  # before the processes fork
         self._pool = ProcessPoolExecutor(jobs)
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
 
     def __call__(self, scenario: Scenario, tasks: list[Task]) -> dict[Task, Result]:
         """Return the results of all tasks."""
@@ -222,7 +229,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a command and write its results; returns 2 for a policy or file that is wrong."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = _options(["compare", *words] if words[:1] == ["--from"] else words)
-    return run(options, lambda: compare_command(options, Runner(options.jobs)))
+    with Runner(options.jobs) as runner:
+        return run(options, lambda: compare_command(options, runner))
 
 
 def run(

@@ -186,8 +186,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = _options(arguments)
     commands = {"evidence": evidence, "worth": worth_command, "fleet": fleet_command}
     commands["guard"] = guard_command
-    runner = Runner(options.jobs, "python -m bench.simulator")
-    return run(options, lambda: commands[options.command](options, runner), records.write)
+    with Runner(options.jobs, "python -m bench.simulator") as runner:
+        return run(options, lambda: commands[options.command](options, runner), records.write)
 
 
 if __name__ == "__main__":
