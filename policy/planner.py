@@ -56,8 +56,8 @@ class PlannerConfig:
     k_max: int = 8
     """The most tokens that are speculated for a request."""
     explore_share: float = 0.001
-    """Share of the time that goes into trials, for each draft but one; five times that while
-    nothing speculates.
+    """Share of the time that goes into trials with one or two drafts; as much again for each
+    further draft. Five times this share, whatever the drafts, while nothing speculates.
     """
     optimism: float = 1.5
     """Standard deviations above the mean that a trial hopes for."""

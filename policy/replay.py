@@ -127,7 +127,7 @@ class _Row:
         return f"{self._drafts[draft]} x {length}{evidence}"
 
 
-SCHEMA = 12
+SCHEMA = 13
 
 
 class TraceError(ValueError):

@@ -24,7 +24,7 @@ from engines_build.distill.train import choose_shortlist
 
 @dataclass(frozen=True, slots=True)
 class HeadSizes:
-    """The card's text about a network."""
+    """The sizes of a head that its card names."""
 
     layers: tuple[int, ...]
     hidden_size: int

@@ -47,11 +47,9 @@ class Mode(NamedTuple):
 
 
 MODE = record(Mode, FLOATS[0], INTS[0], *[FLOATS[0]] * 4, INTS[0])
-_LOOK_STEPS = 16  # steps from one look for a trial, which takes as long as the search, to the next;
-# 1 after a trial that pays, if the budget affords another
+_LOOK_STEPS = 16  # steps between looks for a trial: one takes as long as the search
 _FIRST_STEPS = 2.0  # steps of credit to begin with: nothing is known yet
-_IDLE_SHARES = 5.0  # of a step without speculation, where only a trial can show that it pays; else
-# one for each draft but one
+_IDLE_SHARES = 5.0  # of a step without speculation, where only a trial can show that it pays
 
 
 class StepChoice(NamedTuple):
@@ -240,8 +238,8 @@ def choose(
         )  # fmt: skip
         value, step_s = value + after - before, step_s + after_s - before_s
         credit_s = credit_s - cost_s if trying else min(credit_s, max(cost_s, planned_s))
-        looks_at_once = trying and pays and credit_s >= cost_s
-        next_trial_s = credit_s + (1 if looks_at_once else _LOOK_STEPS) * share * planned_s
+        affords_more = trying and pays and credit_s >= cost_s  # what pays need not wait
+        next_trial_s = credit_s + (1 if affords_more else _LOOK_STEPS) * share * planned_s
     for place in range(n):
         i = members[place]
         draft[b.rows[i]], length[b.rows[i]] = drafts[place], lengths[place]
